@@ -1,0 +1,80 @@
+"""Child processes that never outlive the run, and ports that are reserved by binding them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: SIGKILL when the parent dies, and a process group of its own."""
+    os.setsid()
+    ctypes.CDLL("libc.so.6", use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def spawn(
+    command: Sequence[str], *, log_path: Path, env: dict[str, str], pass_fds: Sequence[int] = ()
+) -> subprocess.Popen:
+    """Start `command` with output to `log_path`; the kernel kills it if this process dies, however it dies.
+
+    Call it from a thread that lives as long as the process does: Linux ties the death signal to the spawning thread.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_path, "ab", buffering=0) as log:
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            preexec_fn=_die_with_parent,
+            pass_fds=list(pass_fds),
+        )
+
+
+def terminate(process: subprocess.Popen, *, grace_s: float = 5.0) -> None:
+    """End a process started by `spawn`, and its children: SIGTERM, then SIGKILL to the group after `grace_s`."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+
+
+def reserve_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A listening socket that holds a port (any free one for 0) until it is closed or handed to the server.
+
+    Raises: OSError that names the port when somebody else has it.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"port {port} on {host} is in use by another process: {error.strerror}") from error
+    return sock
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a log, for error messages; empty when there is none."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - 64 * 1024))
+            return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
