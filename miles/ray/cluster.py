@@ -1,0 +1,306 @@
+"""Everything one run starts, as the drivers use it: each method is one line of the algorithm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from miles.ray.coordinator import WeightUpdateCoordinator
+from miles.ray.placement import Placement, connect_ray, demand_of
+from miles.ray.rollout_manager import RolloutBatch, RolloutManager
+from miles.ray.train_group import TrainGroup
+from miles.tracking.progress import Progress
+from miles.tracking.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+STOP_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+class NothingToDo(RuntimeError):
+    """The loaded checkpoint is already at the last rollout."""
+
+
+class Cluster:
+    """Use as `async with await Cluster.start(args) as cluster`: whatever happens, its processes end with the block."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.trainer: TrainGroup | None = None
+        self.manager: Any = None
+        self.coordinator: Any = None
+        self.placement: Placement | None = None
+        self.start_rollout_id = 0
+        self.num_rollout = args.num_rollout
+        self.rollouts_per_epoch: int | None = None
+        self._times: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._trainer_death: asyncio.Task[None] | None = None
+        self._pending: dict[int, asyncio.Task[RolloutBatch]] = {}
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(cls, args: Any) -> Cluster:
+        cluster = cls(args)
+        try:
+            await cluster._start()
+        except BaseException:
+            await cluster.stop()
+            raise
+        return cluster
+
+    async def _start(self) -> None:
+        args = self.args
+        Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+        self.tracker = Tracker(args)
+        self.progress = Progress(args)
+        demand = demand_of(args)
+        self.progress.status("starting Ray")
+        connect_ray(demand)
+        self.placement = Placement(demand, args.cluster_wait_timeout)
+        self.progress.status("starting engines and trainer")
+        self.manager = RolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
+        started = self.manager.start.remote()
+        if not args.debug_rollout_only:
+            self.trainer = TrainGroup(args, self.placement)
+            info = await self.trainer.init()
+            self._trainer_death = asyncio.create_task(self.trainer.watch())
+            self.start_rollout_id = (
+                args.start_rollout_id if args.start_rollout_id is not None else info.start_rollout_id
+            )
+            await self.manager.set_train_parallel_config.remote(info.parallel)
+        facts = await started
+        self._count_rollouts(facts["dataset_length"])
+        await self._restore()
+        if self._updates_weights:
+            assert self.trainer is not None
+            self.coordinator = WeightUpdateCoordinator.options(num_cpus=0, max_concurrency=16).remote(
+                args, self.manager, self.trainer.actors, self._restored_version
+            )
+            await self.manager.set_coordinator.remote(self.coordinator)
+
+    @property
+    def _updates_weights(self) -> bool:
+        args = self.args
+        return not (args.debug_rollout_only or args.debug_train_only or args.debug_skip_weight_update)
+
+    def _count_rollouts(self, dataset_length: int | None) -> None:
+        args = self.args
+        if dataset_length:
+            self.rollouts_per_epoch = max(dataset_length // args.rollout_batch_size, 1)
+        if self.num_rollout is None:
+            if self.rollouts_per_epoch is None:
+                raise ValueError("--num-epoch needs a data source with a length; set --num-rollout instead")
+            self.num_rollout = self.rollouts_per_epoch * args.num_epoch
+
+    async def _restore(self) -> None:
+        """Put data source, weight version and tracker where the checkpoint left them."""
+        self._restored_version = 0
+        if self.start_rollout_id == 0:
+            return
+        state = self.trainer.info.driver_state if self.trainer is not None and self.trainer.info else None
+        if state is not None:
+            self._restored_version = state["weight_version"]
+            self.tracker.load_state_dict(state["tracker"], resumed_at=self.start_rollout_id)
+        await self.manager.load.remote(self.start_rollout_id - 1)
+        if self.start_rollout_id >= self.num_rollout > 0:
+            raise NothingToDo(
+                f"the checkpoint in {self.args.load} has finished rollout {self.start_rollout_id - 1} and --num-rollout "
+                f"is {self.num_rollout}: nothing is left to do. Raise --num-rollout to go on, or point --save and "
+                "--load to a new folder to start afresh."
+            )
+
+    async def __aenter__(self) -> Cluster:
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End every process that this run started."""
+        for task in [*self._pending.values(), self._trainer_death]:
+            if task is not None:
+                task.cancel()
+        if hasattr(self, "progress"):
+            self.progress.close()
+        if self.manager is not None:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(_future(self.manager.stop.remote()), STOP_TIMEOUT_S)
+        actors = [self.manager, self.coordinator, *(self.trainer.actors if self.trainer else [])]
+        for actor in filter(None, actors):
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        if self.placement is not None:
+            with contextlib.suppress(Exception):
+                self.placement.remove()
+        if hasattr(self, "tracker"):
+            self.tracker.close()
+        if ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
+            ray.shutdown()
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """Rollout ids from where the checkpoint ended; each step's times and metrics are logged when it ends."""
+        self.progress.begin(self.start_rollout_id, self.last_step + 1)
+        for rollout_id in range(self.start_rollout_id, self.last_step + 1):
+            started = time.monotonic()
+            self._times, self._metrics = {}, {}
+            yield rollout_id
+            self._finish_step(rollout_id, time.monotonic() - started)
+
+    @property
+    def last_step(self) -> int:
+        """The last rollout id of this process: `--num-rollout`, or sooner under `--debug-exit-after-rollout`."""
+        end = self.num_rollout
+        if self.args.debug_exit_after_rollout is not None:
+            end = min(end, self.start_rollout_id + self.args.debug_exit_after_rollout)
+        return end - 1
+
+    def _finish_step(self, rollout_id: int, seconds: float) -> None:
+        times = {f"perf/{name}_time": value for name, value in self._times.items()}
+        times["perf/step_time"] = seconds
+        self.tracker.log(times, step_key="rollout/step", step=rollout_id)
+        self.progress.step(rollout_id, self._metrics | times)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        self.progress.phase(name)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._times[name] = self._times.get(name, 0.0) + time.monotonic() - started
+
+    def _log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        self._metrics |= metrics
+        self.tracker.log(metrics, step_key=step_key, step=step)
+
+    def begin_generate(self, rollout_id: int) -> None:
+        """Start a batch that a later `generate` of the same id waits for."""
+        if rollout_id <= self.last_step:
+            self._pending[rollout_id] = asyncio.create_task(self._generate(rollout_id))
+
+    async def generate(self, rollout_id: int) -> RolloutBatch:
+        """One batch of trajectories, planned and sharded."""
+        with self._timed("rollout"):
+            return await self._while_trainer_lives(self._pending.pop(rollout_id, None) or self._generate(rollout_id))
+
+    async def _generate(self, rollout_id: int) -> RolloutBatch:
+        return await self.manager.generate.remote(rollout_id)
+
+    async def generation_is_idle(self) -> None:
+        """Return when no batch is being generated; a failed one raises where it is waited for."""
+        if self._pending:
+            await self._while_trainer_lives(asyncio.wait(self._pending.values()))
+
+    async def _while_trainer_lives(self, work: Awaitable[T]) -> T:
+        """Wait for work in which the trainer has no part; its death ends the wait."""
+        task = asyncio.ensure_future(work)
+        watched = {task} if self._trainer_death is None else {task, self._trainer_death}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            assert self._trainer_death is not None
+            self._trainer_death.result()  # raises
+        return await task
+
+    async def train(self, rollout_id: int, batch: RolloutBatch) -> None:
+        """All optimizer steps of one batch; the batch's data is dropped afterwards."""
+        self._log(batch.metrics, "rollout/step", rollout_id)
+        if self.trainer is None:  # --debug-rollout-only
+            return
+        with self._timed("train"):
+            steps = await self.trainer.train(batch)
+        batch.data_ref.clear()
+        for i, metrics in enumerate(steps):
+            rollout_side = {k: v for k, v in metrics.items() if not k.startswith("train/")}
+            train_side = {k: v for k, v in metrics.items() if k.startswith("train/")}
+            if rollout_side:
+                self._log(rollout_side, "rollout/step", rollout_id)
+            if train_side:
+                self._log(train_side, "train/step", rollout_id * len(steps) + i)
+
+    async def update_weights(self, rollout_id: int | None = None) -> None:
+        """Bring the engines to the trainer's weights, verified; the weight version grows by one."""
+        if not self._updates_weights:
+            return
+        with self._timed("update_weights"):
+            metrics = await self.coordinator.update.remote()
+        if rollout_id is not None:
+            self._log(metrics, "rollout/step", rollout_id)
+
+    async def evaluate(self, rollout_id: int) -> None:
+        with self._timed("eval"):
+            metrics = await self._while_trainer_lives(_future(self.manager.evaluate.remote(rollout_id)))
+        self._log(metrics, "eval/step", self.tracker.compute_rollout_step(rollout_id))
+
+    async def save(self, rollout_id: int) -> None:
+        """One checkpoint of everything, whole or absent, and the Hugging Face export when asked for."""
+        if self.trainer is None:
+            return
+        args = self.args
+        with self._timed("save"):
+            if args.save:
+                version = await self.coordinator.current_version.remote() if self.coordinator else 0
+                state = {"weight_version": version, "tracker": self.tracker.state_dict()}
+                await self.manager.save.remote(rollout_id)
+                await self.trainer.save(rollout_id, state)
+            if args.save_hf:
+                await self.trainer.export_hf(args.save_hf.format(rollout_id=rollout_id))
+        if args.save_trigger_sentinel:
+            Path(args.save_trigger_sentinel).unlink(missing_ok=True)
+
+    def summarize(self) -> None:
+        """Print the summary table and draw the reward plot from what the run logged."""
+        from miles.tracking.summary import summarize
+
+        self.progress.close()
+        self.tracker.close()
+        summarize(self.args.run_dir)
+
+    # ---- when ------------------------------------------------------------------------------------------------------
+
+    def save_is_due(self, rollout_id: int) -> bool:
+        """Every `--save-interval` rollouts, at an epoch's end, at the last one, and when the sentinel file exists."""
+        args = self.args
+        if not (args.save or args.save_hf):
+            return False
+        sentinel = args.save_trigger_sentinel
+        if sentinel and Path(sentinel).exists():
+            return True
+        last = self.num_rollout - 1
+        return is_due(rollout_id, args.save_interval, self.rollouts_per_epoch if args.num_epoch else None, last)
+
+    def eval_is_due(self, rollout_id: int) -> bool:
+        per_epoch = self.rollouts_per_epoch if self.args.num_epoch else None
+        return is_due(rollout_id, self.args.eval_interval, per_epoch, None)
+
+    def eval_before_train_is_due(self, rollout_id: int) -> bool:
+        first = rollout_id == self.start_rollout_id
+        return first and self.args.eval_interval is not None and not self.args.skip_eval_before_train
+
+    def update_is_due(self, rollout_id: int) -> bool:
+        return (rollout_id + 1) % self.args.update_weights_interval == 0
+
+
+def is_due(rollout_id: int, interval: int | None, per_epoch: int | None, last: int | None) -> bool:
+    """Whether a periodic action falls on this rollout (counted from 0, so that rollout `interval - 1` is the first)."""
+    if interval is None:
+        return False
+    if last is not None and rollout_id == last:
+        return True
+    return (rollout_id + 1) % interval == 0 or (per_epoch is not None and (rollout_id + 1) % per_epoch == 0)
+
+
+async def _future(ref: Any) -> Any:
+    return await ref

@@ -1,0 +1,104 @@
+"""The weight version, and the transaction that moves it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+
+from miles.utils.process_logging import redirect_to_log
+from miles.weight_update.types import EngineEndpoint, TransferReport
+
+logger = logging.getLogger(__name__)
+ATTEMPTS = 2
+
+
+class WeightUpdateError(RuntimeError):
+    """No attempt to bring the engines to the trainer's weights succeeded."""
+
+
+@ray.remote(max_restarts=0)
+class WeightUpdateCoordinator:
+    """Owns the run's one weight version: 0 before the first update, then one more with each commit."""
+
+    def __init__(self, args: Any, manager: Any, trainers: list[Any], version: int) -> None:
+        redirect_to_log(args.run_dir, "coordinator")
+        self.args, self.manager, self.trainers, self.version = args, manager, trainers, version
+        self._lock = asyncio.Lock()  # an update and a catch-up never overlap
+
+    async def current_version(self) -> int:
+        return self.version
+
+    async def update(self) -> dict[str, float]:
+        """Bring every engine to the trainer's weights as version + 1. Returns metrics.
+
+        An attempt that fails leaves the version as it was and replaces every engine whose weights are in doubt; one
+        more attempt follows with the replacements. Raises WeightUpdateError after the last.
+        """
+        async with self._lock:
+            failures: list[str] = []
+            for attempt in range(ATTEMPTS):
+                started = time.monotonic()
+                engines = await self.manager.endpoints_for_update.remote()
+                outcome = await self._attempt(self.version + 1, engines)
+                await self.manager.finish_update.remote(
+                    self.version + 1, sorted(outcome.committed), sorted(outcome.fenced)
+                )
+                if outcome.succeeded:
+                    self.version += 1
+                    return outcome.metrics() | {
+                        "perf/update_weights_time": time.monotonic() - started,
+                        "perf/update_weights_attempts": float(attempt + 1),
+                        "rollout/weight_version/published": float(self.version),
+                    }
+                failures.append(str(outcome.error))
+                logger.error("update to version %d, attempt %d: %s", self.version + 1, attempt + 1, outcome.error)
+            raise WeightUpdateError(
+                f"the weights of version {self.version + 1} did not reach the engines in {ATTEMPTS} attempts; "
+                "the last checkpoint is intact. Failures: " + " | ".join(failures)
+            )
+
+    async def _attempt(self, version: int, engines: list[EngineEndpoint]) -> Any:
+        from miles.weight_update.transaction import run_update
+
+        async def transfer() -> TransferReport:
+            return await self._on_all_ranks("transfer_weights", version, engines)
+
+        return await run_update(self.args, version, engines, transfer)
+
+    async def _on_all_ranks(self, method: str, version: int, engines: list[EngineEndpoint]) -> TransferReport:
+        reports = await asyncio.gather(*(getattr(t, method).remote(version, engines) for t in self.trainers))
+        sent = [report for report in reports if report is not None]
+        if len(sent) != 1:
+            raise WeightUpdateError(f"{len(sent)} trainer ranks reported a transfer; expected exactly one source")
+        return sent[0]
+
+    async def bring_current(self, engine: EngineEndpoint) -> bool:
+        """Give one restarted engine the weights of the current version.
+
+        False when nobody holds them any more (the trainer has stepped since, and kept no copy): the engine then waits
+        for the next update.
+        """
+        from miles.weight_update.transaction import run_update
+
+        async with self._lock:
+            method = "transfer_weights"
+            if self.args.keep_published_weights:
+                method = "resend_weights"
+            elif not await self.trainers[0].weights_are_published.remote():
+                return False
+
+            async def transfer() -> TransferReport:
+                if method == "resend_weights":
+                    return await self.trainers[0].resend_weights.remote(self.version, [engine])
+                return await self._on_all_ranks(method, self.version, [engine])
+
+            outcome = await run_update(self.args, self.version, [engine], transfer)
+            if outcome.error:
+                logger.error(
+                    "engine %d could not be brought to version %d: %s", engine.index, self.version, outcome.error
+                )
+            return outcome.succeeded

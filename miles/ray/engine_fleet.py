@@ -1,0 +1,243 @@
+"""The engines of a run: start, watch, restart, admit to serving."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from miles.backends.engine_api.client import EngineClient, EngineError
+from miles.ray.placement import Placement
+from miles.ray.rollout_engine import RolloutEngine
+from miles.router.engine_pool import EnginePool
+from miles.weight_update.types import EngineEndpoint
+
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.5
+MAX_RESTARTS = 5
+
+
+class EngineState(enum.Enum):
+    STARTING = "starting"
+    STALE = "stale"  # alive, but its weights are not the current version: it does not serve
+    SERVING = "serving"
+    DEAD = "dead"
+
+
+class EngineStartError(RuntimeError):
+    """An engine did not come up, or died too often."""
+
+
+@dataclass
+class EngineSlot:
+    index: int
+    actor: Any
+    state: EngineState = EngineState.DEAD
+    client: EngineClient | None = None
+    incarnation: int = -1
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EngineFleet:
+    """Lives in the rollout manager. An engine serves only while its weights are the current version.
+
+    `catch_up(endpoint)` brings one restarted engine to the current version and returns whether it could; it is set once
+    a coordinator exists. Deaths are noticed by polling the processes, and at once by a request that fails.
+    """
+
+    def __init__(self, args: Any, placement: Placement | None, pool: EnginePool) -> None:
+        self.args, self.placement, self.pool = args, placement, pool
+        self.admin_key = secrets.token_hex(16)  # only this run can control its engines
+        self.slots: list[EngineSlot] = []
+        self.catch_up: Callable[[EngineEndpoint], Awaitable[bool]] | None = None
+        self.version = 0
+        self.restarts = 0
+        self._watcher: asyncio.Task | None = None
+        self._recoveries: dict[int, asyncio.Task] = {}
+        pool.on_dead = self.report_dead
+
+    @property
+    def size(self) -> int:
+        return max(self.args.rollout_num_gpus // self.args.rollout_num_gpus_per_engine, 1)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, version: int) -> None:
+        self.version = version
+        self.slots = [EngineSlot(i, self._create_actor(i)) for i in range(self.size)]
+        await _gather_all([self._launch(slot) for slot in self.slots])
+        self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
+
+    def _create_actor(self, index: int) -> Any:
+        assert self.placement is not None
+        rank = self.placement.demand.rollout_offset + index * self.args.rollout_num_gpus_per_engine
+        share = 0.2 if self.args.colocate or self.args.train_device == "cuda" else 1.0
+        options = self.placement.actor_options(rank, share)
+        return RolloutEngine.options(**options).remote(self.args, index, self.admin_key)
+
+    async def _launch(self, slot: EngineSlot) -> None:
+        """Start the slot's server; afterwards it is alive and STALE."""
+        slot.state, slot.incarnation = EngineState.STARTING, slot.incarnation + 1
+        try:
+            url = await slot.actor.start.remote(slot.incarnation, self.version)
+        except ray.exceptions.RayActorError:
+            slot.actor = self._create_actor(slot.index)
+            url = await slot.actor.start.remote(slot.incarnation, self.version)
+        except Exception as error:
+            slot.state = EngineState.DEAD
+            raise EngineStartError(f"engine {slot.index} did not start: {error}") from error
+        slot.client = EngineClient(url, admin_key=self.admin_key, request_timeout_s=self.args.rollout_request_timeout)
+        slot.state = EngineState.STALE
+        logger.info("engine %d (incarnation %d) is up at %s", slot.index, slot.incarnation, url)
+
+    async def stop(self) -> None:
+        tasks = [self._watcher, *self._recoveries.values()]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(t for t in tasks if t is not None), return_exceptions=True)
+        await asyncio.gather(*(self._shut(slot) for slot in self.slots), return_exceptions=True)
+
+    async def _shut(self, slot: EngineSlot) -> None:
+        self.pool.set_engine(slot.index, None)
+        client, slot.client, slot.state = slot.client, None, EngineState.DEAD
+        if client is not None:
+            await client.close()
+        try:
+            await asyncio.wait_for(asyncio.ensure_future(_as_future(slot.actor.stop.remote())), 15)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("engine %d could not be stopped in order: %s; killing its actor", slot.index, error)
+            ray.kill(slot.actor)
+            slot.actor = self._create_actor(slot.index)
+
+    # ---- watching and recovery -------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        last_probe = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            probe = self.args.use_fault_tolerance and (
+                time.monotonic() - last_probe >= self.args.rollout_health_check_interval
+            )
+            last_probe = time.monotonic() if probe else last_probe
+            alive = [s for s in self.slots if s.state in (EngineState.STALE, EngineState.SERVING)]
+            await asyncio.gather(*(self._check(slot, probe) for slot in alive))
+
+    async def _check(self, slot: EngineSlot, probe: bool) -> None:
+        incarnation = slot.incarnation
+        try:
+            code = await slot.actor.poll.remote()
+            if code is None and probe and slot.client is not None:
+                await asyncio.wait_for(slot.client.health(), self.args.rollout_health_check_timeout)
+        except (ray.exceptions.RayError, EngineError, TimeoutError) as error:
+            code = f"no healthy answer: {type(error).__name__}: {error}"
+        if code is not None and slot.incarnation == incarnation:
+            self.report_dead(slot.index, f"exit code {code}" if isinstance(code, int) else code)
+
+    def report_dead(self, index: int, why: str = "a request found it unreachable") -> None:
+        """Take an engine out of service and begin to replace it; further reports of the same death do nothing."""
+        slot = self.slots[index]
+        if slot.state not in (EngineState.STALE, EngineState.SERVING) or index in self._recoveries:
+            return
+        logger.error("engine %d (incarnation %d) is dead: %s", index, slot.incarnation, why)
+        slot.state = EngineState.DEAD
+        self.pool.set_engine(index, None)
+        task = asyncio.create_task(self._replace(slot, why), name=f"replace-engine-{index}")
+        self._recoveries[index] = task
+        task.add_done_callback(lambda _: self._recoveries.pop(index, None))
+
+    async def _replace(self, slot: EngineSlot, why: str) -> None:
+        async with slot.lock:
+            self.restarts += 1
+            if self.restarts > MAX_RESTARTS * len(self.slots):
+                message = f"engines died {self.restarts} times in this run; last: engine {slot.index}, {why}"
+                self.pool.fail(EngineStartError(message))
+                return
+            try:
+                last = await slot.actor.last_lines.remote()
+                logger.error("engine %d's last lines:\n%s", slot.index, last)
+            except ray.exceptions.RayError:
+                pass
+            try:
+                await self._shut(slot)
+                await self._launch(slot)
+            except Exception as error:
+                logger.exception("engine %d could not be restarted", slot.index)
+                self.pool.fail(EngineStartError(f"engine {slot.index} died ({why}) and its restart failed: {error}"))
+                return
+        await self.refresh(slot.index)
+
+    async def refresh(self, index: int) -> None:
+        """Bring a stale engine to the current version and let it serve; without a way to, it waits for an update."""
+        slot = self.slots[index]
+        if slot.state is not EngineState.STALE:
+            return
+        if self.catch_up is None or self.version == 0:
+            if self.version == 0 and self.args.debug_rollout_only:
+                self.admit([index])
+            return
+        if await self.catch_up(self.endpoint(slot)):
+            self.admit([index])
+
+    # ---- weight updates --------------------------------------------------------------------------------------------
+
+    def endpoint(self, slot: EngineSlot) -> EngineEndpoint:
+        assert slot.client is not None
+        return EngineEndpoint(
+            index=slot.index,
+            url=slot.client.base_url,
+            admin_key=self.admin_key,
+            world_size=self.args.rollout_num_gpus_per_engine,
+            incarnation=slot.incarnation,
+        )
+
+    async def endpoints_for_update(self) -> list[EngineEndpoint]:
+        """All engines, after those that are being replaced have come up. Raises if one cannot."""
+        pending = list(self._recoveries.values())
+        if pending:
+            await asyncio.wait(pending, timeout=self.args.engine_start_timeout)
+        dead = [slot for slot in self.slots if slot.state is EngineState.DEAD]
+        await _gather_all([self._launch(slot) for slot in dead])
+        return [self.endpoint(slot) for slot in self.slots if slot.client is not None]
+
+    def admit(self, indices: list[int], version: int | None = None) -> None:
+        """Let engines whose weights were verified serve."""
+        if version is not None:
+            self.version = version
+        for index in indices:
+            slot = self.slots[index]
+            if slot.client is not None and slot.state in (EngineState.STALE, EngineState.SERVING):
+                slot.state = EngineState.SERVING
+                self.pool.set_engine(index, slot.client)
+
+    async def fence(self, indices: list[int]) -> None:
+        """Kill engines whose weights are in doubt, and start them again; they serve after the next update."""
+        for index in indices:
+            self.slots[index].state = EngineState.DEAD
+            self.pool.set_engine(index, None)
+
+        async def again(slot: EngineSlot) -> None:
+            async with slot.lock:
+                await self._shut(slot)
+                await self._launch(slot)
+
+        await _gather_all([again(self.slots[i]) for i in indices])
+
+
+async def _as_future(ref: Any) -> Any:
+    return await ref
+
+
+async def _gather_all(coroutines: list) -> None:
+    """Wait for all; then raise the first error, with the number of others."""
+    results = await asyncio.gather(*coroutines, return_exceptions=True)
+    errors = [r for r in results if isinstance(r, BaseException)]
+    if errors:
+        raise errors[0]

@@ -1,0 +1,130 @@
+"""Where processes go: a Ray cluster to run on, and placement groups ordered trainer, rollout, evaluation."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class PlacementError(RuntimeError):
+    """The cluster does not have what the run needs."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Ranks a run needs: one bundle (a GPU and a CPU, or CPUs alone) each."""
+
+    trainer: int
+    rollout: int
+    evaluation: int
+    colocate: bool
+    gpus: bool
+
+    @property
+    def bundles(self) -> int:
+        own = max(self.trainer, self.rollout) if self.colocate else self.trainer + self.rollout
+        return own + self.evaluation
+
+    @property
+    def rollout_offset(self) -> int:
+        return 0 if self.colocate else self.trainer
+
+
+def demand_of(args: Any) -> Demand:
+    """Bundles that `args` asks for. Debug modes leave out the side that they do not run."""
+    return Demand(
+        trainer=0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node,
+        rollout=0 if args.debug_train_only else (args.rollout_num_gpus or 0),
+        evaluation=args.eval_num_gpus or 0,
+        colocate=bool(args.colocate),
+        gpus=args.train_device == "cuda",
+    )
+
+
+def connect_ray(demand: Demand) -> None:
+    """Join the cluster that RAY_ADDRESS names, else start a private one that ends with this process."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray would otherwise give every worker as many OpenMP threads as it has CPUs.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "include_dashboard": False}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="warning")
+        return
+    # CPUs are logical here: without GPUs every rank takes one, and a laptop may have fewer than ranks.
+    cpus = max(demand.bundles + 4, os.cpu_count() or 1)
+    ray.init(num_cpus=cpus, object_store_memory=1 << 30, **options)
+
+
+def wait_for_resources(demand: Demand, timeout_s: float) -> None:
+    """Return once the cluster has what the run needs; else raise PlacementError with what there is and what lacks."""
+    kind = "GPU" if demand.gpus else "CPU"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        have = sum(node["Resources"].get(kind, 0) for node in nodes)
+        if have >= demand.bundles:
+            return
+        if time.monotonic() >= deadline or not os.environ.get("RAY_ADDRESS"):
+            per_node = ", ".join(f"{n['NodeManagerAddress']}: {n['Resources'].get(kind, 0):g}" for n in nodes)
+            raise PlacementError(
+                f"the run needs {demand.bundles} {kind}s (trainer {demand.trainer}, rollout {demand.rollout}, "
+                f"evaluation {demand.evaluation}{', trainer and rollout shared' if demand.colocate else ''}) but the "
+                f"cluster has {have:g} on {len(nodes)} node(s) ({per_node}). Add nodes to the Ray cluster, or lower "
+                "--actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus."
+            )
+        time.sleep(1.0)
+
+
+class Placement:
+    """One placement group; logical rank i is bundle `order[i]`, sorted by node address so that ranks are stable."""
+
+    def __init__(self, demand: Demand, timeout_s: float) -> None:
+        self.demand = demand
+        wait_for_resources(demand, timeout_s)
+        bundle = {"GPU": 1, "CPU": 1} if demand.gpus else {"CPU": 1}
+        self.group: PlacementGroup | None = None
+        self.order: list[int] = []
+        if demand.bundles == 0:
+            return
+        self.group = placement_group([bundle] * demand.bundles, strategy="PACK")
+        ready, _ = ray.wait([self.group.ready()], timeout=timeout_s)
+        if not ready:
+            free = ray.available_resources()
+            raise PlacementError(
+                f"{demand.bundles} bundles of {bundle} were not granted within {timeout_s:g} s; free now: {free}. "
+                "Another job may hold them: stop it, or wait and start again."
+            )
+        nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        self.order = sorted(range(demand.bundles), key=lambda i: (_address_key(address[nodes[i]]), i))
+
+    def strategy(self, logical_rank: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=self.order[logical_rank]
+        )
+
+    def actor_options(self, logical_rank: int, share: float) -> dict[str, Any]:
+        """Ray options for an actor on a bundle; `share` of its GPU (or of its CPU, where there is none)."""
+        options: dict[str, Any] = {"scheduling_strategy": self.strategy(logical_rank)}
+        if self.demand.gpus:
+            return options | {"num_gpus": share, "num_cpus": share}
+        return options | {"num_cpus": share}
+
+    def remove(self) -> None:
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+
+
+def _address_key(address: str) -> tuple:
+    parts = address.split(".")
+    return tuple(int(p) for p in parts) if all(p.isdigit() for p in parts) else (address,)

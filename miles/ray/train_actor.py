@@ -1,0 +1,145 @@
+"""One trainer rank: a process group, a backend, and the sending side of weight updates."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from miles.utils.process import reserve_port
+from miles.utils.process_logging import redirect_to_log
+
+if TYPE_CHECKING:
+    from miles.backends.training_utils.backend import TrainParallelConfig, TrainShard
+    from miles.weight_update.types import EngineEndpoint, TransferReport
+
+
+@dataclass(frozen=True)
+class TrainerInfo:
+    """What a rank reports after it has loaded."""
+
+    start_rollout_id: int
+    parallel: TrainParallelConfig
+    dp_rank: int
+    driver_state: dict[str, Any] | None
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"weights": 1, "watch": 1})
+class TrainActor:
+    """A rank of the train group. Work runs in the default group; a dead engine is caught up from the `weights` group,
+    so that it need not wait for the training step in progress."""
+
+    def __init__(self, args: Any, rank: int, world_size: int) -> None:
+        os.environ.update({k: str(v) for k, v in (args.train_env_vars or {}).items()})
+        redirect_to_log(args.run_dir, f"trainer_{rank}")
+        self.args, self.rank, self.world_size = args, rank, world_size
+        self._listener = None
+        # True from the first optimizer step after an update until the next one: the model is then not what serves.
+        self._ahead_of_engines = True
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Rank 0: an address that the other ranks can reach, held open until they do."""
+        address = ray.util.get_node_ip_address()
+        self._listener = reserve_port(address)
+        return address, self._listener.getsockname()[1]
+
+    def init(self, address: str, port: int) -> TrainerInfo:
+        """Join the process group and load the model."""
+        import numpy
+        import torch
+        import torch.distributed as dist
+
+        from miles.backends.training_utils.backend_registry import build_backend
+        from miles.weight_update.updater import WeightUpdater
+
+        args = self.args
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        torch.set_num_threads(args.actor_cpus_per_rank)
+        cuda = args.train_device == "cuda"
+        if cuda:
+            torch.cuda.set_device(0)
+        # Equal seeds on every rank: a backend that wants different streams derives them itself.
+        random.seed(args.seed)
+        numpy.random.seed(args.seed % 2**32)
+        torch.manual_seed(args.seed)
+        store = dist.TCPStore(
+            address,
+            port,
+            self.world_size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            master_listen_fd=self._listener.detach() if self._listener is not None else None,
+        )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
+        self.backend = build_backend(args)
+        start = self.backend.load()
+        self.updater = WeightUpdater(args, self.backend)
+        return TrainerInfo(start, self.backend.parallel, self.backend.dp_rank, self._driver_state(start))
+
+    def _driver_state(self, start: int) -> dict[str, Any] | None:
+        from miles.backends.training_utils.checkpoint import CheckpointStore
+
+        if start == 0 or not self.args.load:
+            return None
+        return CheckpointStore(self.args.load).read_driver_state(start - 1)
+
+    def train(self, shards: list[Any]) -> list[dict[str, float]]:
+        """Train on this rank's shard of a rollout batch. Returns metrics, one dict an optimizer step."""
+        started = time.monotonic()
+        shard: TrainShard = ray.get(shards[self.backend.dp_rank])
+        self._ahead_of_engines = True
+        result = self.backend.train(shard)
+        steps = result if isinstance(result, list) else [result]
+        steps[-1]["perf/train_busy_time"] = time.monotonic() - started
+        return steps
+
+    def transfer_weights(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
+        """Send the model to the engines. Collective over ranks; the source rank reports."""
+        report = self.updater.transfer(version, engines)
+        self._ahead_of_engines = False
+        return report
+
+    def weights_are_published(self) -> bool:
+        """Whether the model still equals what the last update sent."""
+        return not self._ahead_of_engines
+
+    @ray.method(concurrency_group="weights")
+    def resend_weights(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
+        """Send the weights of `version` again, from the copy kept at the last update, beside a running train step."""
+        return self.updater.resend(version, engines)
+
+    @ray.method(concurrency_group="watch")
+    def wait_for_end(self) -> None:
+        """Never returns. A caller that waits on it learns of this process's death at once, whatever else it does."""
+        threading.Event().wait()
+
+    def save(self, rollout_id: int, driver_state: dict[str, Any]) -> None:
+        """Write this rank's part of checkpoint `rollout_id`; rank 0 publishes it when all have written. Collective."""
+        import torch.distributed as dist
+
+        from miles.backends.training_utils.checkpoint import CheckpointStore
+
+        store = CheckpointStore(self.args.save)
+        directory: list[Path | None] = [store.begin(rollout_id) if self.rank == 0 else None]
+        dist.broadcast_object_list(directory, src=0)
+        assert directory[0] is not None
+        self.backend.save(directory[0])
+        dist.barrier()
+        if self.rank == 0:
+            store.commit(rollout_id, driver_state)
+
+    def export_hf(self, directory: str) -> None:
+        self.backend.export_hf(Path(directory))

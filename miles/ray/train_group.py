@@ -1,0 +1,93 @@
+"""The trainer's ranks, as the driver sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from miles.ray.placement import Placement
+from miles.ray.rollout_manager import RolloutBatch
+from miles.ray.train_actor import TrainActor, TrainerInfo
+from miles.utils.process import tail
+from miles.utils.process_logging import log_path
+
+
+class TrainerDied(RuntimeError):
+    """A trainer rank raised or its process ended. The message carries its own traceback or its last lines."""
+
+
+class TrainGroup:
+    """World-size TrainActors. Every call runs on all ranks, and the first failure ends the wait for the others."""
+
+    def __init__(self, args: Any, placement: Placement) -> None:
+        self.args = args
+        world = placement.demand.trainer
+        share = 0.4 if args.colocate or placement.demand.gpus else 1.0
+        self.actors = [
+            TrainActor.options(**placement.actor_options(rank, share)).remote(args, rank, world)
+            for rank in range(world)
+        ]
+        self.info: TrainerInfo | None = None
+
+    async def init(self) -> TrainerInfo:
+        address, port = await self._first(self.actors[0].rendezvous.remote())
+        infos = await self._all("init", address, port)
+        starts = {info.start_rollout_id for info in infos}
+        if len(starts) != 1:
+            raise TrainerDied(f"trainer ranks loaded different checkpoints: next rollout ids {sorted(starts)}")
+        self.info = infos[0]
+        return infos[0]
+
+    async def watch(self) -> None:
+        """Raise TrainerDied when a rank's process ends; never returns otherwise."""
+        calls = [self._call(rank, "idle", actor.wait_for_end.remote()) for rank, actor in enumerate(self.actors)]
+        await asyncio.gather(*calls)
+
+    async def train(self, batch: RolloutBatch) -> list[dict[str, float]]:
+        """Returns metrics, one dict an optimizer step, of rank 0; they are reduced over ranks."""
+        results = await self._all("train", batch.data_ref)
+        for name in ("perf/train_busy_time",):
+            results[0][-1][name] = max(steps[-1][name] for steps in results)
+        return results[0]
+
+    async def save(self, rollout_id: int, driver_state: dict[str, Any]) -> None:
+        await self._all("save", rollout_id, driver_state)
+
+    async def export_hf(self, directory: str) -> None:
+        await self._all("export_hf", directory)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        tasks = [
+            asyncio.ensure_future(self._call(rank, method, getattr(actor, method).remote(*args)))
+            for rank, actor in enumerate(self.actors)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            # A rank that raised leaves its peers in a collective; prefer the error that is not their complaint.
+            await asyncio.wait(tasks, timeout=2.0)
+            for task in tasks:
+                task.cancel()
+            raise _root_cause([t.exception() for t in tasks if t.done() and not t.cancelled()]) from None
+
+    async def _first(self, ref: Any) -> Any:
+        return await self._call(0, "rendezvous", ref)
+
+    async def _call(self, rank: int, method: str, ref: Any) -> Any:
+        try:
+            return await ref
+        except ray.exceptions.RayTaskError as error:
+            raise TrainerDied(f"trainer rank {rank} failed in {method}:\n{error}") from None
+        except ray.exceptions.RayActorError as error:
+            lines = tail(log_path(self.args.run_dir, f"trainer_{rank}"))
+            raise TrainerDied(f"trainer rank {rank} died in {method}: {error}\nits last lines:\n{lines}") from None
+
+
+def _root_cause(errors: list[BaseException | None]) -> BaseException:
+    """The failure that came of itself, rather than of a peer's connection that closed."""
+    found = [e for e in errors if e is not None]
+    symptoms = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Broken pipe")
+    own = [e for e in found if not any(s in str(e) for s in symptoms)]
+    return (own or found or [asyncio.CancelledError()])[0]

@@ -1,0 +1,30 @@
+"""Synchronous driver: generate, train, save, update, evaluate. `python train.py --help` lists every flag."""
+
+from __future__ import annotations
+
+import sys
+
+from miles.ray.cluster import Cluster
+from miles.ray.driver_main import main
+
+
+async def train(args) -> None:
+    async with await Cluster.start(args) as cluster:
+        await cluster.update_weights()  # engines start from weights that went through the trainer
+        if args.num_rollout == 0 and args.eval_interval is not None:  # evaluation only
+            await cluster.evaluate(cluster.start_rollout_id)
+        for step in cluster.steps():
+            if cluster.eval_before_train_is_due(step):
+                await cluster.evaluate(step)
+            batch = await cluster.generate(step)
+            await cluster.train(step, batch)
+            if cluster.save_is_due(step):
+                await cluster.save(step)
+            await cluster.update_weights(step)
+            if cluster.eval_is_due(step):
+                await cluster.evaluate(step)
+        cluster.summarize()
+
+
+if __name__ == "__main__":
+    sys.exit(main(train, driver="train.py"))
