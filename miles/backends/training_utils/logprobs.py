@@ -1,0 +1,159 @@
+"""Log-probs and entropy of sampled tokens, in chunks: a full fp32 `[tokens, vocab]` is never held.
+
+`linear_log_probs` starts from hidden states and the output projection, so that not even the logits exist as a whole;
+`log_probs_from_logits` serves models and losses that have them already. Both are exact: forward and gradients equal
+the unchunked formula to rounding. The backward pass recomputes a chunk's logits, unless all rows fit in one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of fp32 logits that one chunk may hold when --log-probs-chunk-size leaves the choice to us: 256 MiB.
+_CHUNK_ELEMENTS = 1 << 26
+
+
+def loss_temperature(args: Any) -> float:
+    """What logits are divided by: the sampling temperature for RL losses, and 1 for supervised ones.
+
+    A greedy run (temperature 0) has no tempered distribution, and is scored at 1.
+    """
+    if getattr(args, "loss_type", "policy_loss") == "sft_loss":
+        return 1.0
+    temperature = float(getattr(args, "rollout_temperature", 1.0))
+    return temperature if temperature > 0 else 1.0
+
+
+def chunk_rows(args: Any, vocab: int) -> int:
+    """Rows a chunk holds: `--log-probs-chunk-size` when positive, else as many as keep it under 256 MiB."""
+    wanted = int(getattr(args, "log_probs_chunk_size", -1))
+    return wanted if wanted > 0 else max(1, _CHUNK_ELEMENTS // vocab)
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target under softmax((hidden @ weight.T + bias) / temperature), differentiable.
+
+    Args:
+        hidden: `[rows, hidden]`, only rows that predict something: select response rows before.
+        weight: output projection `[vocab, hidden]`, bias `[vocab]`, in the dtype of `hidden`.
+        targets: int64 `[rows]`.
+        chunk: rows to hold logits for at a time; None: as many as keep a chunk under 256 MiB.
+        with_entropy: also return the entropy of each row's distribution, differentiable.
+    Returns: fp32 log-probs `[rows]`, natural log, and fp32 entropy `[rows]` in nats or None.
+    """
+    rows = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    logp, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, float(temperature), int(rows), with_entropy)
+    return logp, entropy if with_entropy else None
+
+
+def log_probs_from_logits(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As `linear_log_probs`, from logits `[rows, vocab]` of any float dtype; fp32 copies are made chunk by chunk."""
+    rows = chunk or max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    logp, entropy = _ChunkedLogProbs.apply(logits, None, None, targets, float(temperature), int(rows), with_entropy)
+    return logp, entropy if with_entropy else None
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """With weight None, `hidden` is the logits themselves."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk, with_entropy):
+        count = targets.shape[0]
+        if hidden.shape[0] != count:
+            raise ValueError(f"{hidden.shape[0]} rows of hidden states for {count} targets")
+        log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        log_z = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
+        kept = None
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            logits = _chunk_logits(hidden[part], weight, bias, temperature)
+            log_z[part] = torch.logsumexp(logits, dim=-1)
+            log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - log_z[part]
+            if with_entropy:
+                p = torch.softmax(logits, dim=-1)
+                # where: an impossible token has p = 0 and logit -inf, and contributes 0.
+                entropy[part] = log_z[part] - torch.where(p > 0, p * logits, 0.0).sum(-1)
+            if count <= chunk:
+                kept = logits
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy, kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        hidden, weight, bias, targets, log_z, entropy, kept = ctx.saved_tensors
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
+        grad_hidden = torch.zeros_like(hidden) if want_hidden else None
+        # Accumulated in fp32 over chunks, whatever the weight's dtype.
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if want_bias else None
+        for start in range(0, targets.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = kept if kept is not None else _chunk_logits(hidden[part], weight, bias, ctx.temperature)
+            of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
+            grad = _logit_gradient(logits, targets[part], log_z[part], grad_log_probs[part], of_entropy)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            if weight is None:
+                grad_hidden[part] = grad
+                continue
+            if want_hidden:
+                grad_hidden[part] = grad @ weight
+            if want_weight:
+                grad_weight += grad.T @ hidden[part]
+            if want_bias:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        if want_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        if want_bias:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _chunk_logits(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = hidden if weight is None else torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.float()
+    return logits / temperature if temperature != 1.0 else logits
+
+
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, log_z: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """d(log p_target)/dz = 1[target] - p, and dH/dz = -p (log p + H), each weighted by its row's gradient."""
+    log_p = logits - log_z[:, None]
+    p = log_p.exp()
+    out = p * -grad[:, None]
+    out.scatter_add_(-1, targets[:, None], grad[:, None])
+    dead = grad == 0
+    if of_entropy is not None:
+        grad_entropy, entropy = of_entropy
+        dead &= grad_entropy == 0
+        terms = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
+        out.addcmul_(terms, -grad_entropy[:, None])
+    broken = dead & ~torch.isfinite(log_z)
+    # A row that the loss ignores must not turn 0 x inf into NaN.
+    return out.masked_fill_(broken[:, None], 0.0) if bool(broken.any()) else out

@@ -1,0 +1,65 @@
+"""Corrections for the gap between the engine's and the trainer's probabilities, under the public hook signature.
+
+m = p_trainer / p_engine, per sampled token, with the trainer's weights before the update. A correction multiplies the
+policy loss by f(m). A hook replaces the built-in by `--custom-tis-function-path`:
+
+    f(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)
+        -> (pg_loss, loss_masks, metrics)
+
+Log-probs and masks are lists with one tensor a sample; `pg_loss` and every metric are flat, `[R]`. Tokens that the
+returned masks have lost leave the numerator of the loss; the denominators stay.
+Source: Miles v0.1 article, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CorrectionResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+
+
+def vanilla_tis_function(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor] | None,
+    rollout_log_probs: Sequence[Tensor] | None,
+    loss_masks: Sequence[Tensor],
+    **kwargs: Any,
+) -> CorrectionResult:
+    """Truncated importance sampling: the ratio clamped to [`--tis-clip-low`, `--tis-clip`]."""
+    ratio = _ratio(train_log_probs, rollout_log_probs)
+    weight = ratio.clamp(args.tis_clip_low, args.tis_clip)
+    return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
+
+
+def icepop_function(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor] | None,
+    rollout_log_probs: Sequence[Tensor] | None,
+    loss_masks: Sequence[Tensor],
+    **kwargs: Any,
+) -> CorrectionResult:
+    """Clip or pop: the ratio itself inside the interval, and 0 outside: such a token does not train."""
+    ratio = _ratio(train_log_probs, rollout_log_probs)
+    inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
+    weight = torch.where(inside, ratio, 0.0)
+    return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
+
+
+def _ratio(train: Sequence[Tensor] | None, rollout: Sequence[Tensor] | None) -> Tensor:
+    if train is None or rollout is None:
+        side = "trainer's" if train is None else "engine's"
+        raise ValueError(f"the correction compares log-probs of both sides, and the {side} are missing from the batch")
+    log_ratio = torch.cat(list(train)).detach() - torch.cat(list(rollout)).detach()
+    return log_ratio.clamp(max=20.0).exp()
+
+
+def _metrics(ratio: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    return {"tis": ratio, "tis_clipfrac": (weight != ratio).float(), "tis_abs": (ratio - 1).abs()}

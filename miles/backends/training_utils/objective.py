@@ -1,0 +1,251 @@
+"""The objective of one micro-batch: its share of the optimizer step's loss, and of the step's metrics.
+
+**Contract.** The loss returned is a *contribution*: the step's loss is the sum over all micro-batches of all ranks,
+nothing more is divided. So a backend runs `backward` on each and *sums* gradients over data-parallel ranks; one whose
+collective averages multiplies by the number of ranks. Gradients are then the same, to rounding, for any split.
+
+A context-parallel backend gathers log-probs to whole responses first, with a gather whose backward keeps each rank's
+own slice and sums nothing; the objective then sees the same on each of its ranks, and only one adds the metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.backends.training_utils.columns import MicroBatch
+from miles.backends.training_utils.loss_hub.corrections import vanilla_tis_function
+from miles.backends.training_utils.loss_hub.kl import compute_approx_kl, importance_ratio
+from miles.backends.training_utils.loss_hub.opsm import opsm_keep
+from miles.backends.training_utils.loss_hub.policy_loss import ratio_of
+from miles.backends.training_utils.loss_hub.reducers import StepTotals, pg_loss_reducer
+from miles.backends.training_utils.loss_hub.registry import get_estimator
+from miles.backends.training_utils.metrics import StepMetrics
+from miles.backends.training_utils.mismatch import add_contract_metrics, add_mismatch_metrics
+from miles.utils.imports import load_function
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`loss`: the contribution to the step's loss, a scalar with gradient. `metrics`: contributions, detached."""
+
+    loss: Tensor
+    metrics: StepMetrics
+
+
+def needs_entropy(args: Any) -> tuple[bool, bool]:
+    """Whether the objective wants entropy, and whether with gradient."""
+    if getattr(args, "loss_type", "policy_loss") != "policy_loss":
+        return False, False
+    trained = bool(getattr(args, "entropy_coef", 0.0))
+    return trained or bool(getattr(args, "observe_training_entropy", False)), trained
+
+
+def policy_objective(
+    args: Any,
+    batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    totals: StepTotals,
+    *,
+    old_is_current: bool = False,
+) -> Objective:
+    """The policy loss: clipped surrogate, OPSM, mismatch correction, reduction, entropy bonus, KL to the reference.
+
+    Args:
+        log_probs: of the response tokens under the current weights, flat fp32 `[R]`, with gradient.
+        entropy: of the distributions they were sampled from, `[R]`; needed with `--entropy-coef`.
+        totals: of the whole optimizer step.
+        old_is_current: the weights are still those that the batch starts from (a single optimizer step a rollout), so
+            that the current log-probs, detached, are the old ones. `--skip-actor-forward-only` implies it.
+    Raises: ValueError where the loss needs log-probs that nobody scored.
+    """
+    estimator = get_estimator(args.advantage_estimator)
+    metrics = StepMetrics()
+    norm = totals.normalizer(args)
+    current = log_probs.detach()
+    trainer = batch.flat("log_probs")  # the trainer's own score before the first update
+    if trainer is None and (old_is_current or getattr(args, "skip_actor_forward_only", False)):
+        trainer = current
+    old = _old_log_probs(args, batch, trainer)
+    advantages = batch.flat("advantages")
+    if advantages is None:
+        raise ValueError("the batch has no advantages: run compute_advantages before the policy loss")
+
+    trains = batch.mask > 0
+    finite = torch.isfinite(current) & torch.isfinite(old) & torch.isfinite(advantages)
+    valid = trains & finite
+    metrics.add("train/nonfinite_tokens", (trains & ~finite).sum())
+    log_ratio = torch.where(valid, log_probs - old, 0.0)
+    advantages = torch.where(valid, advantages, 0.0)
+    safe_log_probs = torch.where(valid, log_probs, 0.0)
+    sequence_log_ratio = (
+        _sequence_mean(batch, log_ratio) if estimator.sequence_ratio or _flag(args, "use_opsm") else None
+    )
+    if estimator.sequence_ratio and sequence_log_ratio is not None:
+        log_ratio = torch.where(valid, sequence_log_ratio, 0.0)
+
+    token = estimator.token_loss(args, log_ratio, advantages, safe_log_probs)
+    loss_tokens = token.loss
+    if _flag(args, "use_opsm") and sequence_log_ratio is not None:
+        keep = opsm_keep(advantages, sequence_log_ratio.detach(), args.opsm_delta)
+        loss_tokens = loss_tokens * keep
+        metrics.add("train/opsm_clipfrac", batch.reducer(1 - keep) / norm)
+    loss_tokens, masks = _correct(args, batch, loss_tokens, trainer, valid, log_ratio, metrics, norm)
+    reduce = pg_loss_reducer(args, batch.total_lengths, batch.response_lengths, masks, batch.rollout_mask_sums)
+    pg_loss = reduce(loss_tokens) / norm
+    loss = pg_loss
+
+    metrics.add("train/pg_loss", pg_loss)
+    metrics.add("train/pg_clipfrac", batch.reducer(token.clipped) / norm)
+    metrics.add("train/ppo_kl", batch.reducer(-log_ratio.detach()) / norm)
+    _add_ess(batch, metrics, log_ratio.detach(), valid)
+    loss = loss + _entropy_term(args, batch, entropy, metrics, norm)
+    loss = loss + _kl_term(args, batch, log_probs, old, valid, metrics, norm)
+    metrics.add("train/loss", loss)
+    add_mismatch_metrics(batch, trainer, metrics, norm)
+    add_contract_metrics(batch, metrics)
+    return Objective(loss, metrics)
+
+
+def sft_objective(args: Any, batch: MicroBatch, log_probs: Tensor, totals: StepTotals) -> Objective:
+    """Negative log-likelihood of the trainable tokens, `log_probs` flat `[R]` at temperature 1."""
+    metrics = StepMetrics()
+    loss = batch.reducer(-log_probs) / totals.normalizer(args)
+    metrics.add("train/loss", loss)
+    bad = (batch.mask > 0) & ~torch.isfinite(log_probs.detach())
+    metrics.add("train/nonfinite_tokens", bad.sum())
+    return Objective(loss, metrics)
+
+
+def custom_objective(args: Any, batch: MicroBatch, logits: Tensor, totals: StepTotals) -> Objective:
+    """`--custom-loss-function-path`: `f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`.
+
+    The function gets the micro-batch's columns as a dict of lists, the model's logits (`[1, T, V]` or `[B, S, V]`,
+    not tempered) and the reducer; what it returns, loss and metric values alike, are sums over samples (or tokens), and
+    are divided by the step's normaliser here.
+    """
+    function = load_function(args.custom_loss_function_path)
+    if function is None:
+        raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
+    columns = dict(batch.columns)
+    columns.update(
+        unconcat_tokens=[torch.as_tensor(t, dtype=torch.int64, device=logits.device) for t in batch.columns["tokens"]],
+        loss_masks=batch.loss_masks,
+        response_lengths=batch.response_lengths,
+        total_lengths=batch.total_lengths,
+        rollout_mask_sums=batch.rollout_mask_sums,
+    )
+    loss, values = function(args, columns, logits, batch.reducer)
+    norm = totals.normalizer(args)
+    metrics = StepMetrics()
+    metrics.add("train/loss", loss / norm)
+    for name, value in values.items():
+        if name != "loss":
+            metrics.add(f"train/{name}", torch.as_tensor(value) / norm)
+    return Objective(loss / norm, metrics)
+
+
+def _flag(args: Any, name: str) -> bool:
+    return bool(getattr(args, name, False))
+
+
+def _old_log_probs(args: Any, batch: MicroBatch, trainer: Tensor | None) -> Tensor:
+    """Log-probs that the ratio starts from."""
+    if _flag(args, "use_rollout_logprobs"):
+        rollout = batch.flat("rollout_log_probs")
+        if rollout is None:
+            raise ValueError("--use-rollout-logprobs: the batch has no rollout_log_probs from the engine")
+        return rollout
+    if trainer is None:
+        raise ValueError(
+            "the policy loss needs old log-probs (column log_probs): score the batch before training on it"
+        )
+    return trainer
+
+
+def _sequence_mean(batch: MicroBatch, x: Tensor) -> Tensor:
+    """Mean of `[R]` over each sample's trainable tokens, repeated over the response; x is 0 where masked."""
+    counts = batch.per_sample(batch.mask).clamp(min=1.0)
+    return batch.broadcast(batch.per_sample(x) / counts)
+
+
+def _correct(
+    args: Any,
+    batch: MicroBatch,
+    loss_tokens: Tensor,
+    trainer: Tensor | None,
+    valid: Tensor,
+    log_ratio: Tensor,
+    metrics: StepMetrics,
+    norm: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """Apply TIS, clip-or-pop or a custom hook; with `--get-mismatch-metrics` alone, only look."""
+    used, watched = _flag(args, "use_tis"), _flag(args, "get_mismatch_metrics")
+    if not used and not watched:
+        return loss_tokens, batch.loss_masks
+    function = load_function(getattr(args, "custom_tis_function_path", None)) or vanilla_tis_function
+    rollout = batch.flat("rollout_log_probs")
+
+    def lists(flat: Tensor | None) -> list[Tensor] | None:
+        return None if flat is None else batch.split(torch.where(valid, flat, 0.0))
+
+    corrected, masks, values = function(
+        args,
+        pg_loss=loss_tokens,
+        train_log_probs=lists(trainer),
+        rollout_log_probs=lists(rollout),
+        loss_masks=batch.loss_masks,
+        total_lengths=batch.total_lengths,
+        response_lengths=batch.response_lengths,
+        parallel_state=None,
+        max_seq_lens=None,
+    )
+    metrics.add("train/ois", batch.reducer(ratio_of(log_ratio.detach())) / norm)
+    for name, value in values.items():
+        metrics.add(f"train/{name}", batch.reducer(value.detach()) / norm)
+    return (corrected, list(masks)) if used else (loss_tokens, batch.loss_masks)
+
+
+def _entropy_term(
+    args: Any, batch: MicroBatch, entropy: Tensor | None, metrics: StepMetrics, norm: float
+) -> Tensor | float:
+    if entropy is None:
+        if getattr(args, "entropy_coef", 0.0):
+            raise ValueError(f"--entropy-coef {args.entropy_coef}: the backend computed no entropy")
+        return 0.0
+    mean = batch.reducer(entropy) / norm
+    metrics.add("train/entropy_loss", mean)
+    coefficient = float(getattr(args, "entropy_coef", 0.0))
+    # Left out, not multiplied by zero: an entropy that is only observed must not reach the loss, NaN or not.
+    return -coefficient * mean if coefficient else 0.0
+
+
+def _kl_term(
+    args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor, valid: Tensor, metrics: StepMetrics, norm: float
+) -> Tensor | float:
+    if not _flag(args, "use_kl_loss"):
+        return 0.0
+    ref = batch.flat("ref_log_probs")
+    if ref is None:
+        raise ValueError("--use-kl-loss: the batch has no ref_log_probs; was the reference model loaded (--ref-load)?")
+    valid = valid & torch.isfinite(ref)
+    here, base = torch.where(valid, log_probs, 0.0), torch.where(valid, ref, 0.0)
+    ratio = importance_ratio(here, torch.where(valid, old, 0.0)) if _flag(args, "use_unbiased_kl") else None
+    kl_loss = batch.reducer(compute_approx_kl(here, base, args.kl_loss_type, ratio)) / norm
+    metrics.add("train/kl_loss", kl_loss)
+    coefficient = float(getattr(args, "kl_loss_coef", 0.0))
+    return coefficient * kl_loss if coefficient else 0.0
+
+
+def _add_ess(batch: MicroBatch, metrics: StepMetrics, log_ratio: Tensor, valid: Tensor) -> None:
+    """Effective sample size (sum w)^2 / (n sum w^2) of each sample's importance weights, averaged over samples."""
+    weight = torch.where(valid, ratio_of(log_ratio), 0.0)
+    counts = batch.per_sample(valid.float())
+    square_of_sum, sum_of_squares = batch.per_sample(weight).square(), batch.per_sample(weight.square())
+    ess = square_of_sum / (counts.clamp(min=1.0) * sum_of_squares.clamp(min=1e-8))
+    counted = counts > 0
+    metrics.add_ratio("train/ess_ratio", torch.where(counted, ess, 0.0).double().sum(), counted.sum())
