@@ -24,14 +24,21 @@ class HttpTransport:
         self.base_url = base_url.rstrip("/")
         self._admin_key, self._retries = admin_key, retries
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def close(self) -> None:
+        """Calls in progress, and any later ones, raise EngineUnreachable."""
+        self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     def open_session(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
+        if self._closed:
+            raise EngineUnreachable(
+                f"{self.base_url}: this client was closed, because the engine is stopped or replaced"
+            )
+        if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
