@@ -29,10 +29,14 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample is FAILED: a category that metrics count (`generation_error`, `reward_timeout`, ...) and a message."""
+    """Why a sample is FAILED: a category that metrics count (`generation_error`, `reward_timeout`, ...) and a message.
+
+    `permanent`: generating again cannot help (the engine refused the request, the prompt is too long).
+    """
 
     category: str
     message: str
+    permanent: bool = False
 
 
 @dataclass
@@ -198,9 +202,9 @@ class Sample:
             raise ValueError(f"sample {self.index}: engine answered with unknown finish_reason {kind!r}")
         self.status = outcomes[kind]
 
-    def fail(self, category: str, message: str) -> None:
+    def fail(self, category: str, message: str, *, permanent: bool = False) -> None:
         """Mark as FAILED. A failed sample has no reward and never trains."""
-        self.status, self.failure, self.reward = SampleStatus.FAILED, Failure(category, message), None
+        self.status, self.failure, self.reward = SampleStatus.FAILED, Failure(category, message, permanent), None
 
     def reset_for_retry(self) -> None:
         """Forget everything that was generated; keep identity, prompt, metadata and routing key."""

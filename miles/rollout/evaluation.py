@@ -1,0 +1,100 @@
+"""Evaluation on the engines: every data set concurrently, each prompt sampled as often as its data set says."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from math import comb
+from typing import Any
+
+from miles.rollout.base_types import RolloutFnEvalOutput
+from miles.rollout.dataset import DatasetKeys, PromptRow, load_prompt_rows
+from miles.rollout.eval_config import EvalDatasetConfig, load_eval_configs
+from miles.rollout.failures import flatten
+from miles.rollout.generate_and_rm import run_sample
+from miles.rollout.generate_state import GenerateState
+from miles.utils.seeds import derive_seed
+from miles.utils.types import RewardSpec, Sample, SampleStatus
+
+
+class Evaluator:
+    """Reads the data sets once and runs them as often as asked."""
+
+    def __init__(self, args: Any, tokenizer: Any) -> None:
+        self.args = args
+        self.configs = load_eval_configs(args)
+        if not self.configs:
+            raise ValueError("nothing to evaluate: set --eval-prompt-data NAME PATH or --eval-config FILE")
+        self._rows = {config.name: self._load(config, tokenizer) for config in self.configs}
+
+    def _load(self, config: EvalDatasetConfig, tokenizer: Any) -> list[PromptRow]:
+        keys = DatasetKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
+        rows, _ = load_prompt_rows(self.args, config.path, keys, tokenizer, max_prompt_len=config.max_prompt_len)
+        return rows
+
+    async def run(self, state: GenerateState) -> RolloutFnEvalOutput:
+        """Evaluate all data sets. A sample that failed, its reward included, has reward None and is only counted."""
+        results = await asyncio.gather(*(self._run_dataset(state, config) for config in self.configs))
+        data, metrics = {}, {}
+        for config, samples in zip(self.configs, results, strict=True):
+            rewards = [self._reward(sample) for sample in samples]
+            truncated = [sample.status is SampleStatus.TRUNCATED for sample in samples]
+            data[config.name] = {"rewards": rewards, "truncated": truncated, "samples": samples}
+            metrics[f"eval/{config.name}-none_reward_ratio"] = rewards.count(None) / len(rewards)
+            metrics |= pass_at_k(config.name, samples, rewards, config.n_samples_per_eval_prompt)
+        return RolloutFnEvalOutput(data=data, metrics=metrics)
+
+    def _reward(self, sample: Sample) -> float | None:
+        if sample.reward is None or sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
+            return None
+        key = getattr(self.args, "eval_reward_key", None) or getattr(self.args, "reward_key", None)
+        if key is None or not isinstance(sample.reward, dict):
+            return sample.reward  # type: ignore[return-value]
+        if key not in sample.reward:
+            raise KeyError(f"--eval-reward-key {key}: the reward has only {', '.join(sample.reward)}")
+        return sample.reward[key]
+
+    async def _run_dataset(self, state: GenerateState, config: EvalDatasetConfig) -> list[Sample]:
+        params = config.sampling_params(state.sampling_params)
+        samples = self._samples(config)
+        results = await asyncio.gather(*(self._run_sample(state, config, params, s) for s in samples))
+        return flatten(results)
+
+    def _samples(self, config: EvalDatasetConfig) -> list[Sample]:
+        samples = []
+        for group_index, row in enumerate(self._rows[config.name]):
+            for _ in range(config.n_samples_per_eval_prompt):
+                sample = Sample(group_index=group_index, index=len(samples), label=row.label)
+                sample.prompt = copy.deepcopy(row.prompt)
+                sample.metadata = copy.deepcopy(row.metadata) | copy.deepcopy(config.metadata_overrides)
+                sample.generate_function_path = config.custom_generate_function_path
+                sample.reward_spec = RewardSpec(rm_type=config.rm_type) if config.rm_type else None
+                samples.append(sample)
+        return samples
+
+    async def _run_sample(
+        self, state: GenerateState, config: EvalDatasetConfig, params: dict[str, Any], sample: Sample
+    ) -> Sample | list[Sample]:
+        seed = derive_seed(self.args.rollout_seed, "eval", config.name, sample.index)  # type: ignore[arg-type]
+        return await run_sample(state, sample, {**params, "sampling_seed": seed}, evaluation=True)
+
+
+def pass_at_k(name: str, samples: list[Sample], rewards: list[float | None], n: int) -> dict[str, float]:
+    """`eval/{name}-pass@k` for k = 1, 2, 4, ... up to the data set's own samples a prompt.
+
+    Only prompts all of whose `n` samples were scored count; reward 1 is a pass. Unbiased: 1 - C(n-c, k) / C(n, k).
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    """
+    by_prompt: dict[int | None, list[float | None]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        by_prompt.setdefault(sample.group_index, []).append(reward)
+    passes = [
+        sum(reward == 1 for reward in values)
+        for values in by_prompt.values()
+        if len(values) == n and None not in values
+    ]
+    out, k = {}, 1
+    while n > 1 and passes and k <= n:
+        out[f"eval/{name}-pass@{k}"] = sum(1 - comb(n - c, k) / comb(n, k) for c in passes) / len(passes)
+        k *= 2
+    return out

@@ -1,0 +1,78 @@
+"""Outcomes of samples: which exceptions are which failure, and when a batch must stop."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from miles.utils.types import Sample, SampleStatus
+
+logger = logging.getLogger(__name__)
+
+FINAL = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+class RolloutError(RuntimeError):
+    """A rollout that cannot give a batch; the message has the counts."""
+
+
+def failure_category(error: Exception, default: str) -> str:
+    """The name that metrics count an exception under: its own `category`, else `default`."""
+    return getattr(error, "category", None) or default
+
+
+def is_permanent(error: Exception) -> bool:
+    """Whether doing the same again cannot help: the error says so, or the engine refused the request itself (4xx)."""
+    return bool(getattr(error, "permanent", False)) or type(error).__name__ == "EngineRejected"
+
+
+def flatten(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
+    """Samples of a group, also where one execution gave several (`list[list[Sample]]`)."""
+    return [s for entry in group for s in (flatten(entry) if isinstance(entry, list) else [entry])]
+
+
+def group_failures(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
+    """Samples of a group that must not train: failed, aborted, or never finished."""
+    return [s for s in flatten(group) if s.status not in FINAL or s.reward is None]
+
+
+class FailureLog:
+    """Failed groups of one rollout, counted; stops the rollout when too many fail.
+
+    Args:
+        max_ratio: share of the attempted groups that may fail (`--max-failed-group-ratio`).
+        target: groups in a batch; the share is taken of at least that many.
+    """
+
+    def __init__(self, max_ratio: float, target: int) -> None:
+        self.max_ratio, self.target = max_ratio, target
+        self.groups = 0
+        self.categories: Counter[str] = Counter()
+        self.messages: list[str] = []
+
+    def add(self, failed: list[Sample]) -> None:
+        """Count one group by its failed samples."""
+        self.groups += 1
+        for sample in failed:
+            failure = sample.failure
+            category = failure.category if failure else f"unfinished_{sample.status.value}"
+            message = failure.message if failure else f"sample {sample.index} ended as {sample.status.value}"
+            self.categories[category] += 1
+            self.messages.append(f"{category}: {message}")
+        logger.warning("group %s dropped: %s", failed[0].group_index, "; ".join(self.messages[-len(failed) :]))
+
+    def check(self, attempted: int) -> None:
+        """Raises: RolloutError when more than the allowed share of the attempted groups failed."""
+        if self.groups <= self.max_ratio * max(attempted, self.target):
+            return
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.categories.items()))
+        raise RolloutError(
+            f"{self.groups} of {attempted} groups failed, more than --max-failed-group-ratio {self.max_ratio} allows "
+            f"({counts}). First failures:\n  " + "\n  ".join(self.messages[:3])
+        )
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/failed_groups": self.groups} | {
+            f"rollout/error_cat/{name}": count for name, count in sorted(self.categories.items())
+        }

@@ -1,0 +1,1 @@
+"""Dynamic sampling filters, one file each. `--dynamic-sampling-filter-path` chooses."""

@@ -1,0 +1,80 @@
+"""What every generation call shares: tokenizer, engines, concurrency limit, sampling parameters, the abort flag."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from miles.rollout.compat import GenerateFn, load_generate_function
+from miles.rollout.prompts import load_tokenizer, model_config, model_context_length
+
+DEFAULT_GENERATE_PATH = "miles.rollout.generate_hub.single_turn.generate"
+
+
+def rollout_sampling_params(args: Any) -> dict[str, Any]:
+    """Sampling parameters of training rollouts, as the engines' `/generate` takes them."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": getattr(args, "rollout_stop", None),
+        "stop_token_ids": getattr(args, "rollout_stop_token_ids", None),
+        "skip_special_tokens": getattr(args, "rollout_skip_special_tokens", False),
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def request_concurrency(args: Any) -> int:
+    """Requests in flight over all engines."""
+    per_engine = getattr(args, "sglang_server_concurrency", None) or 512
+    gpus = getattr(args, "rollout_num_gpus", None) or 1
+    return max(1, per_engine * gpus // (getattr(args, "rollout_num_gpus_per_engine", None) or 1))
+
+
+class GenerateState:
+    """One per rollout function; generate functions get it as `input.state`.
+
+    Attributes:
+        args, tokenizer, processor: the run's; `processor` is None for text models.
+        engines: the `EnginePool`; `await engines.generate(payload, routing_key)` is the only way to an engine.
+        generate_fn_semaphore: bounds generate calls in flight.
+        sampling_params: defaults for training rollouts; copy before changing.
+        generate_function: the run's generate function.
+        context_length: most tokens in a sequence, None where nobody says.
+        aborted: set while a batch is being cut off; generate functions should stop at their next turn.
+    """
+
+    def __init__(self, args: Any, engines: Any, *, tokenizer: Any = None, processor: Any = None) -> None:
+        self.args = args
+        self.engines = engines
+        self.tokenizer = load_tokenizer(args) if tokenizer is None else tokenizer
+        self.processor = processor
+        self.generate_fn_semaphore = asyncio.Semaphore(request_concurrency(args))
+        self.sampling_params = rollout_sampling_params(args)
+        path = getattr(args, "custom_generate_function_path", None) or DEFAULT_GENERATE_PATH
+        self.generate_function: GenerateFn = load_generate_function(path)
+        self.context_length = model_context_length(args)
+        self.aborted = False
+        self._overrides: dict[str, GenerateFn] = {}
+
+    def generate_function_for(self, path: str | None) -> GenerateFn:
+        """The run's generate function, or the one that a sample names by `generate_function_path`."""
+        if path is None:
+            return self.generate_function
+        if path not in self._overrides:
+            self._overrides[path] = load_generate_function(path)
+        return self._overrides[path]
+
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """Layers and experts a token, as the engines report routed experts (`[tokens - 1, layers, topk]`)."""
+        config = model_config(self.args)
+        topk = config.get("num_experts_per_tok")
+        if topk is None:
+            raise ValueError(f"--use-rollout-routing-replay: the model in {self.args.hf_checkpoint} has no experts")
+        return config["num_hidden_layers"], topk
+
+    def reset(self) -> None:
+        self.aborted = False
