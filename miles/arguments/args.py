@@ -1,0 +1,75 @@
+"""`Args`: every flag as an attribute, under the flag's name with underscores."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from miles.arguments.flag import Flag, read_group
+from miles.arguments.groups import GROUPS
+from miles.arguments.passthrough import SERVER_FLAGS
+
+FLAGS: dict[str, Flag] = {f.name: f for cls in GROUPS for f in read_group(cls)}
+ALL_FLAGS: dict[str, Flag] = FLAGS | SERVER_FLAGS
+
+
+class Args:
+    """All flags of a run as plain attributes: picklable, and open for hooks to add to.
+
+    `given` names the flags that the command line, a YAML file or `make_args` set; `derived` says, for each value that
+    was filled in, why. Attributes that are no flags (`extras`) come from YAML and from `add_arguments` of user functions.
+    """
+
+    def __init__(self, values: dict[str, Any], extras: dict[str, Any] | None = None, driver: str | None = None) -> None:
+        for name, flag in ALL_FLAGS.items():
+            setattr(self, name, values[name] if name in values else copy.deepcopy(flag.default))
+        for name, value in (extras or {}).items():
+            setattr(self, name, value)
+        self._meta = {"given": frozenset(values), "extras": tuple(extras or ()), "derived": {}, "driver": driver}
+
+    if TYPE_CHECKING:  # flags are set by name
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def given(self) -> frozenset[str]:
+        return self._meta["given"]
+
+    @property
+    def derived(self) -> dict[str, str]:
+        return self._meta["derived"]
+
+    @property
+    def driver(self) -> str | None:
+        """`train.py` or `train_async.py`; None where no driver was named."""
+        return self._meta["driver"]
+
+    def mark_given(self, name: str) -> None:
+        self._meta["given"] = self.given | {name}
+
+    def update(self, values: dict[str, Any], why: str) -> None:
+        """Fill in derived values, remembering why."""
+        for name, value in values.items():
+            setattr(self, name, value)
+            self.derived[name] = why
+
+    def options(self, names: Iterable[str]) -> str:
+        """`--a 1, --b 2` for messages."""
+        return ", ".join(f"{ALL_FLAGS[n].option} {getattr(self, n)}" for n in names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every flag, and every extra attribute, by name. Secrets are left out."""
+        known = [n for n in ALL_FLAGS if n not in SECRETS]
+        hidden = {"_meta", *SECRETS}
+        extras = [n for n in vars(self) if n not in ALL_FLAGS and n not in hidden]
+        return {name: copy.deepcopy(getattr(self, name)) for name in (*known, *extras)}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{n}={getattr(self, n)!r}" for n in sorted(self.given) if n in ALL_FLAGS and n not in SECRETS
+        )
+        return f"Args({shown})"
+
+
+SECRETS = ("wandb_key",)

@@ -1,0 +1,52 @@
+"""Routing over the engines, and session servers."""
+
+from __future__ import annotations
+
+from miles.arguments.flag import flag, group
+
+
+@group("Router and engine clients")
+class RouterArgs:
+    sglang_server_concurrency: int = flag(512, "Requests in flight to one engine.", ge=1)
+    sglang_router_ip: str | None = flag(None, "Address of a router that runs already.", system="sglang")
+    sglang_router_port: int | None = flag(None, "Its port.", ge=1, le=65535, system="sglang")
+    sglang_router_policy: str | None = flag(None, "How the router picks an engine.", system="sglang")
+    sglang_router_request_timeout_secs: int = flag(
+        14400, "Seconds that the router waits for an engine.", ge=1, system="sglang"
+    )
+    use_miles_router: bool = flag(
+        False, "Route through a router process instead of from the rollout manager.", system="sessions"
+    )
+    miles_router_timeout: float | None = flag(None, "Seconds that it waits for an engine.", gt=0, system="sessions")
+    miles_router_max_connections: int | None = flag(None, "Its connections to engines.", ge=1, system="sessions")
+    miles_router_health_check_failure_threshold: int = flag(
+        3, "Failed health checks after which an engine is dead.", ge=1, system="sessions"
+    )
+    use_distributed_post: bool = flag(
+        False, "Send requests from several processes on several nodes.", system="sessions"
+    )
+
+
+@group("Session servers", system="sessions")
+class SessionArgs:
+    use_session_server: str | None = flag(
+        None,
+        "Run TITO session servers; v1 keeps one line of history, v2 a tree.",
+        nargs="?",
+        choices=("v1", "v2"),
+        metavar="v1|v2",
+    )
+    session_server_ip: str | None = flag(None, "Address that they bind.")
+    session_server_port: list[int] | None = flag(
+        None, "One port, or a first and an end (not used): one server for each.", ge=1, le=65535, metavar="PORT"
+    )
+    tito_model: str = flag("default", "Model family, for the seams between messages.")
+    session_message_matcher: str = flag(
+        "strict", "How a replayed message is recognised: strict, loose_tool_call, role_content_only, or an import path."
+    )
+    session_sample_picker_path: str = flag(
+        "miles.rollout.session.v2.picker_hub.drop_retries", "(leaf_samples, session_metadata) -> samples to train."
+    )
+    session_sample_postprocessor_path: str = flag(
+        "miles.rollout.session.v2.postprocessor_hub.default_postprocess", "The same form, applied last."
+    )

@@ -1,0 +1,113 @@
+"""argparse built from `Flag` objects. argparse counts values only; `values.coerce` types and checks them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from miles.arguments.flag import Flag
+from miles.arguments.values import range_text
+
+_NUMBER = re.compile(r"^-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
+
+
+class ArgumentsError(ValueError):
+    """Arguments that no run can start from; `problems` lists all that was found, one message each."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{count} with the arguments:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser without abbreviations that raises instead of exiting.
+
+    User functions get it in `add_arguments(parser)`. An option that exists already keeps its meaning here, so that a
+    function that declares, say, `--max-seq-len` for itself works unchanged.
+    """
+
+    def __init__(self, flags: Iterable[Flag]) -> None:
+        super().__init__(
+            prog="miles", allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_HelpFormatter
+        )
+        self._negative_number_matcher = _NUMBER
+        self._groups: dict[str, Any] = {}
+        self.reused: list[str] = []
+        for flag in flags:
+            self._add(flag)
+
+    def _add(self, flag: Flag) -> None:
+        if flag.group not in self._groups:
+            self._groups[flag.group] = super().add_argument_group(flag.group)
+        target = self._groups[flag.group]
+        text = help_text(flag)
+        if flag.kind is bool:
+            for options, value in ((flag.options, True), (flag.off_options, False)):
+                if options:
+                    shown = text if value or not flag.options else argparse.SUPPRESS
+                    target.add_argument(*options, dest=flag.name, action="store_const", const=value, help=shown)
+            return
+        kwargs: dict[str, Any] = {"dest": flag.name, "help": text}
+        if flag.append:
+            kwargs["action"] = "append"
+        if flag.nargs == "?":
+            kwargs["const"] = (flag.choices or (True,))[0]
+        nargs = flag.nargs if flag.nargs is not None else ("+" if flag.many else None)
+        if nargs is not None:
+            kwargs["nargs"] = nargs
+        target.add_argument(*flag.options, metavar=metavar(flag), **kwargs)
+
+    def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
+        known = [self._option_string_actions[n] for n in names if n in self._option_string_actions]
+        if known and names != ("-h", "--help"):
+            self.reused.extend(n for n in names if n in self._option_string_actions)
+            return known[0]
+        return super().add_argument(*names, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentsError([message.removeprefix("argument ")])
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=40, width=120)
+
+
+def metavar(flag: Flag) -> Any:
+    if flag.metavar is not None:
+        return flag.metavar
+    if flag.choices is not None:
+        return "{" + ",".join(map(str, flag.choices)) + "}"
+    return {int: "N", float: "X", str: "TEXT", dict: "JSON"}.get(flag.kind, "VALUE")
+
+
+def help_text(flag: Flag) -> str:
+    """The help of `--help`: what the flag does, its range and its default."""
+    notes = []
+    if flag.kind is not bool:
+        if bounds := range_text(flag):
+            notes.append(bounds)
+        if flag.default not in (None, [], {}):
+            notes.append(f"default {_short(flag.default)}")
+    elif flag.default is True and flag.options:
+        notes.append("default on")
+    return (flag.help + (f" ({'; '.join(notes)})" if notes else "")).replace("%", "%%")
+
+
+def _short(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Known names that `name` may be a misspelling of, best first."""
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean --x or --y?)`, or nothing."""
+    found = near(name, known)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
