@@ -28,6 +28,8 @@ class WeightUpdateCoordinator:
         redirect_to_log(args.run_dir, "coordinator")
         self.args, self.manager, self.trainers, self.version = args, manager, trainers, version
         self._lock = asyncio.Lock()  # an update and a catch-up never overlap
+        self._current: dict[int, int] = {}  # incarnation of each engine that serves the current version
+        self._preflight_due = bool(args.check_weight_update_equal)
 
     async def current_version(self) -> int:
         return self.version
@@ -49,6 +51,8 @@ class WeightUpdateCoordinator:
                 )
                 if outcome.succeeded:
                     self.version += 1
+                    self._current = {e.index: e.incarnation for e in engines if e.index in outcome.committed}
+                    self._preflight_due = False
                     return outcome.metrics() | {
                         "perf/update_weights_time": time.monotonic() - started,
                         "perf/update_weights_attempts": float(attempt + 1),
@@ -62,12 +66,14 @@ class WeightUpdateCoordinator:
             )
 
     async def _attempt(self, version: int, engines: list[EngineEndpoint]) -> Any:
+        from miles.weight_update.preflight import check_weight_update_equal
         from miles.weight_update.transaction import run_update
 
         async def transfer() -> TransferReport:
             return await self._on_all_ranks("transfer_weights", version, engines)
 
-        return await run_update(self.args, version, engines, transfer)
+        run = check_weight_update_equal if self._preflight_due else run_update
+        return await run(self.args, version, engines, transfer)
 
     async def _on_all_ranks(self, method: str, version: int, engines: list[EngineEndpoint]) -> TransferReport:
         reports = await asyncio.gather(*(getattr(t, method).remote(version, engines) for t in self.trainers))
@@ -85,6 +91,8 @@ class WeightUpdateCoordinator:
         from miles.weight_update.transaction import run_update
 
         async with self._lock:
+            if self._current.get(engine.index) == engine.incarnation:
+                return True  # an update came first
             method = "transfer_weights"
             if self.args.keep_published_weights:
                 method = "resend_weights"

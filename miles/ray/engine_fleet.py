@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from miles.backends.engine_api.client import EngineClient, EngineError
+from miles.backends.engine_api.errors import EngineStartError
 from miles.ray.placement import Placement
 from miles.ray.rollout_engine import RolloutEngine
 from miles.router.engine_pool import EnginePool
@@ -29,10 +30,6 @@ class EngineState(enum.Enum):
     STALE = "stale"  # alive, but its weights are not the current version: it does not serve
     SERVING = "serving"
     DEAD = "dead"
-
-
-class EngineStartError(RuntimeError):
-    """An engine did not come up, or died too often."""
 
 
 @dataclass
@@ -61,6 +58,7 @@ class EngineFleet:
         self.restarts = 0
         self._watcher: asyncio.Task | None = None
         self._recoveries: dict[int, asyncio.Task] = {}
+        self._catch_ups: set[asyncio.Task] = set()
         pool.on_dead = self.report_dead
 
     @property
@@ -98,7 +96,7 @@ class EngineFleet:
         logger.info("engine %d (incarnation %d) is up at %s", slot.index, slot.incarnation, url)
 
     async def stop(self) -> None:
-        tasks = [self._watcher, *self._recoveries.values()]
+        tasks = [self._watcher, *self._recoveries.values(), *self._catch_ups]
         for task in tasks:
             if task is not None:
                 task.cancel()
@@ -151,7 +149,15 @@ class EngineFleet:
         self.pool.set_engine(index, None)
         task = asyncio.create_task(self._replace(slot, why), name=f"replace-engine-{index}")
         self._recoveries[index] = task
-        task.add_done_callback(lambda _: self._recoveries.pop(index, None))
+        task.add_done_callback(lambda _: self._recovered(index))
+
+    def _recovered(self, index: int) -> None:
+        """A replacement is up (or given up). Catching it up is not part of its recovery: an update in progress waits
+        for recoveries, and the catch-up would wait for that update."""
+        self._recoveries.pop(index, None)
+        task = asyncio.create_task(self.refresh(index), name=f"catch-up-engine-{index}")
+        self._catch_ups.add(task)
+        task.add_done_callback(self._catch_ups.discard)
 
     async def _replace(self, slot: EngineSlot, why: str) -> None:
         async with slot.lock:
@@ -171,8 +177,6 @@ class EngineFleet:
             except Exception as error:
                 logger.exception("engine %d could not be restarted", slot.index)
                 self.pool.fail(EngineStartError(f"engine {slot.index} died ({why}) and its restart failed: {error}"))
-                return
-        await self.refresh(slot.index)
 
     async def refresh(self, index: int) -> None:
         """Bring a stale engine to the current version and let it serve; without a way to, it waits for an update."""

@@ -46,15 +46,19 @@ class RolloutManager:
 
     async def start(self, version: int = 0) -> dict[str, Any]:
         """Read the data, build the rollout function, start the engines. Returns facts that the driver needs."""
-        from miles.rollout.compat import load_eval_function, load_rollout_function
-        from miles.rollout.data_source import build_data_source
+        from miles.rollout.base_types import RolloutFnConstructorInput
+        from miles.rollout.compat import load_rollout_function
         from miles.router.engine_pool import EnginePool
+        from miles.utils.imports import load_function
 
         args = self.args
-        self.data_source = await asyncio.to_thread(build_data_source, args)
+        self.data_source = await asyncio.to_thread(load_function(args.data_source_path), args)
         self.pool = EnginePool(args)
-        self.rollout_fn = load_rollout_function(args, self.data_source, self.pool)
-        self.eval_fn = load_eval_function(args, self.data_source, self.pool, self.rollout_fn)
+        constructor_input = RolloutFnConstructorInput(args=args, data_source=self.data_source, engines=self.pool)
+        self.rollout_fn = load_rollout_function(args.rollout_function_path, constructor_input)
+        self.eval_fn = self.rollout_fn
+        if args.eval_function_path not in (None, args.rollout_function_path):
+            self.eval_fn = load_rollout_function(args.eval_function_path, constructor_input)
         if not args.debug_train_only:
             self.fleet = EngineFleet(args, self.placement, self.pool)
             await self.fleet.start(version)

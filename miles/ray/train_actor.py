@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from miles.utils.imports import load_function
 from miles.utils.process import reserve_port
 from miles.utils.process_logging import redirect_to_log
 
 if TYPE_CHECKING:
     from miles.backends.training_utils.backend import TrainParallelConfig, TrainShard
     from miles.weight_update.types import EngineEndpoint, TransferReport
+
+
+BACKENDS = {"fsdp": "miles.backends.fsdp_utils.backend.FSDPBackend"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,6 @@ class TrainActor:
         import torch
         import torch.distributed as dist
 
-        from miles.backends.training_utils.backend_registry import build_backend
         from miles.weight_update.updater import WeightUpdater
 
         args = self.args
@@ -84,7 +87,9 @@ class TrainActor:
             world_size=self.world_size,
             timeout=timeout,
         )
-        self.backend = build_backend(args)
+        self.backend = load_function(BACKENDS.get(args.train_backend, args.train_backend))(
+            args, with_ref=bool(args.use_kl_loss or args.kl_coef)
+        )
         start = self.backend.load()
         self.updater = WeightUpdater(args, self.backend)
         return TrainerInfo(start, self.backend.parallel, self.backend.dp_rank, self._driver_state(start))
