@@ -1,0 +1,191 @@
+"""The sending side of a weight update, on every trainer rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from miles.backends.training_utils.backend import TrainBackend
+from miles.weight_update.buckets import FlatBucket, pack_buckets
+from miles.weight_update.errors import WeightTransferError
+from miles.weight_update.transports.base import WeightTransport, load_transport
+from miles.weight_update.types import Bucket, EngineEndpoint, Manifest, TransferReport
+
+
+@dataclass
+class _Sending:
+    """One transfer as a source rank sees it."""
+
+    manifest: Manifest = field(default_factory=dict)
+    kept: list[FlatBucket] = field(default_factory=list)
+    buckets: int = 0
+    nbytes: int = 0
+    gather_s: float = 0.0
+    error: WeightTransferError | None = None
+
+
+class WeightUpdater:
+    """Turns the model into buckets and sends them, with a digest of every tensor as it was sent.
+
+    `transfer` is collective over the trainer's ranks. Only source ranks (one, or one a pipeline stage) hold whole tensors
+    and talk to engines; what happens to them, all ranks learn, so that none waits for another in a collective.
+    """
+
+    def __init__(self, args: Any, backend: TrainBackend, transport: WeightTransport | None = None) -> None:
+        self.args, self.backend = args, backend
+        self._transport = transport
+        self._sources: list[int] | None = None
+        self._published: tuple[int, list[FlatBucket], Manifest] | None = None
+
+    def transfer(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
+        """Send every weight to `engines` as `version`. Collective.
+
+        Returns: the report on the first source rank, None on the others.
+        Raises: WeightTransferError on every rank when any source failed, with what failed and which engines are in doubt.
+        """
+        started = time.monotonic()
+        sending = _Sending()
+        if self._is_source():
+            self._try(sending, lambda: self._connected(engines))
+        for bucket in self._gathered(sending):
+            if self.backend.is_weight_source and sending.error is None:
+                self._try(sending, lambda bucket=bucket: self._send(sending, bucket))
+        if self.backend.is_weight_source and sending.error is None:
+            self._try(sending, self.transport.finish)
+        self._raise_together(sending.error)
+        if self.args.keep_published_weights and self.backend.is_weight_source:
+            self._published = (version, sending.kept, sending.manifest)
+        transfer_s = time.monotonic() - started - sending.gather_s
+        return self._report(version, sending, transfer_s)
+
+    def resend(self, version: int, engines: list[EngineEndpoint]) -> TransferReport:
+        """Send the weights of `version` again, from the copy that the last transfer kept (`--keep-published-weights`).
+
+        Only for the one source rank, and not collective: it may run in a second thread beside a training step.
+        """
+        started = time.monotonic()
+        if self._published is None or self._published[0] != version:
+            held = "none" if self._published is None else f"version {self._published[0]}"
+            raise WeightTransferError(f"no copy of version {version} is kept here (there is {held})", frozenset())
+        _, buckets, manifest = self._published
+        transport = load_transport(self.args)
+        try:
+            transport.connect(engines)
+            for bucket in buckets:
+                transport.send(bucket)
+            transport.finish()
+        finally:
+            transport.close()
+        seconds = time.monotonic() - started
+        return TransferReport(version, manifest, len(buckets), sum(b.nbytes for b in buckets), 0.0, seconds)
+
+    def close(self) -> None:
+        """Leave the engines' group."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # ---- one transfer, step by step --------------------------------------------------------------------------------
+
+    @property
+    def transport(self) -> WeightTransport:
+        if self._transport is None:
+            sources = self._sources or [0]
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._transport = load_transport(self.args, sources.index(rank) if rank in sources else 0, len(sources))
+        return self._transport
+
+    def _is_source(self) -> bool:
+        """Collective the first time: learns which ranks send."""
+        if self._sources is None:
+            flags = _gather(self.backend.is_weight_source)
+            self._sources = [rank for rank, sends in enumerate(flags) if sends]
+            if not self._sources:
+                raise RuntimeError("no trainer rank says that it is a weight source: nobody would send the weights")
+        return self.backend.is_weight_source
+
+    def _connected(self, engines: list[EngineEndpoint]) -> None:
+        if not engines:
+            raise WeightTransferError("there is no engine to send weights to", frozenset())
+        self.transport.connect(engines)
+
+    def _gathered(self, sending: _Sending) -> Iterator[Bucket]:
+        """Buckets as the backend's collectives yield them. Always run to its end, on every rank."""
+        buckets = pack_buckets(self.backend.iter_weights(), self.args.update_weight_buffer_size)
+        while True:
+            started = time.monotonic()
+            bucket = next(buckets, None)
+            sending.gather_s += time.monotonic() - started
+            if bucket is None:
+                return
+            yield bucket
+
+    def _send(self, sending: _Sending, bucket: Bucket) -> None:
+        flat = FlatBucket(bucket)
+        if twice := [name for name in flat.names if name in sending.manifest] or _repeated(flat.names):
+            raise WeightTransferError(f"the trainer exports {twice[0]} twice", frozenset())
+        self.transport.send(flat)
+        sending.manifest |= flat.records()  # while the bucket travels
+        sending.buckets += 1
+        sending.nbytes += flat.nbytes
+        if self.args.keep_published_weights:
+            sending.kept.append(flat.to_host())
+
+    def _try(self, sending: _Sending, step: Any) -> None:
+        """Run a step of a source rank; a failure ends the sending and is kept for all ranks to learn."""
+        try:
+            step()
+        except Exception as error:
+            touched = error.touched if isinstance(error, WeightTransferError) else frozenset()
+            if self._transport is not None:
+                touched |= self._transport.touched
+                self._transport.abandon()
+            text = str(error) if isinstance(error, WeightTransferError) else f"{type(error).__name__}: {error}"
+            sending.error = WeightTransferError(text, touched)
+
+    def _raise_together(self, error: WeightTransferError | None) -> None:
+        verdicts = _gather(None if error is None else (str(error), error.touched))
+        failed = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict is not None]
+        if failed:
+            text = "; ".join(f"trainer rank {rank}: {message}" for rank, message, _ in failed)
+            raise WeightTransferError(text, frozenset().union(*(touched for _, _, touched in failed)))
+
+    def _report(self, version: int, sending: _Sending, transfer_s: float) -> TransferReport | None:
+        assert self._sources is not None
+        mine = TransferReport(version, sending.manifest, sending.buckets, sending.nbytes, sending.gather_s, transfer_s)
+        if len(self._sources) == 1:
+            return mine if self.backend.is_weight_source else None
+        reports = [report for report in _gather(mine if self.backend.is_weight_source else None) if report is not None]
+        return _merge(reports) if dist.get_rank() == self._sources[0] else None
+
+
+def _merge(reports: list[TransferReport]) -> TransferReport:
+    """Pipeline stages send disjoint tensors at the same time: sizes add up, times overlap."""
+    manifest: Manifest = {}
+    for report in reports:
+        manifest |= report.manifest
+    return TransferReport(
+        reports[0].version,
+        manifest,
+        sum(r.buckets for r in reports),
+        sum(r.nbytes for r in reports),
+        max(r.gather_s for r in reports),
+        max(r.transfer_s for r in reports),
+    )
+
+
+def _gather(value: Any) -> list[Any]:
+    """`value` of every trainer rank, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return [name for i, name in enumerate(names) if name in names[:i]] if len(set(names)) != len(names) else []
