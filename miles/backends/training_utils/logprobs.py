@@ -109,6 +109,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden) if want_hidden else None
+        # A row that the loss ignores must not turn 0 x inf into NaN.
+        broken = ~torch.isfinite(log_z) & (grad_log_probs == 0)
+        if grad_entropy is not None:
+            broken &= grad_entropy == 0
+        any_broken = bool(broken.any())
         # Accumulated in fp32 over chunks, whatever the weight's dtype.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if want_bias else None
@@ -118,13 +123,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
             of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
             grad = _logit_gradient(logits, targets[part], log_z[part], grad_log_probs[part], of_entropy)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            rows = hidden[part]
+            if any_broken:
+                grad = grad.masked_fill(broken[part, None], 0.0)
+                rows = rows.masked_fill(broken[part, None], 0.0)
             if weight is None:
                 grad_hidden[part] = grad
                 continue
             if want_hidden:
                 grad_hidden[part] = grad @ weight
             if want_weight:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += grad.T @ rows
             if want_bias:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         if want_weight:
@@ -148,12 +157,8 @@ def _logit_gradient(
     p = log_p.exp()
     out = p * -grad[:, None]
     out.scatter_add_(-1, targets[:, None], grad[:, None])
-    dead = grad == 0
     if of_entropy is not None:
         grad_entropy, entropy = of_entropy
-        dead &= grad_entropy == 0
         terms = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
         out.addcmul_(terms, -grad_entropy[:, None])
-    broken = dead & ~torch.isfinite(log_z)
-    # A row that the loss ignores must not turn 0 x inf into NaN.
-    return out.masked_fill_(broken[:, None], 0.0) if bool(broken.any()) else out
+    return out

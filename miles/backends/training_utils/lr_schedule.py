@@ -5,9 +5,12 @@ The step count is that of optimizer steps taken: the first one trains at `lr(0)`
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -57,10 +60,12 @@ class ScheduleConfig:
     def from_args(cls, args: Any, train_iters: int) -> ScheduleConfig:
         """From the public flags; `--lr-decay-iters` defaults to all optimizer steps of the run.
 
-        `--lr-warmup-fraction` is a fraction of the decay length, and exclusive with `--lr-warmup-iters`.
+        `--lr-warmup-fraction` (or FSDP's `--warmup-ratio`) is a part of the decay length; exclusive with
+        `--lr-warmup-iters`.
         """
         decay = int(_get(args, "lr_decay_iters") or max(train_iters, 1))
         fraction, iters = _get(args, "lr_warmup_fraction"), _get(args, "lr_warmup_iters") or 0
+        fraction = _get(args, "warmup_ratio") if fraction is None else fraction
         if fraction is not None and iters:
             raise ValueError("--lr-warmup-fraction and --lr-warmup-iters both set the warmup: keep one")
         weight_decay = float(_get(args, "weight_decay") or 0.0)
@@ -155,21 +160,24 @@ class LRSchedule:
         """Continue from a checkpoint's step.
 
         Args:
-            use_checkpoint: take the checkpoint's shape too (`--use-checkpoint-opt_param-scheduler`).
-            override: keep this run's shape where they differ (`--override-opt_param-scheduler`).
+            use_checkpoint: take the checkpoint's shape too, and warn where this run's flags say otherwise
+                (`--use-checkpoint-lr-scheduler`; Megatron: `--use-checkpoint-opt_param-scheduler`).
+            override: keep this run's shape (`--override-lr-scheduler`; Megatron: `--override-opt_param-scheduler`).
         Raises: ValueError naming each differing value, where neither is chosen.
         """
         saved = ScheduleConfig(**state["config"])
         if use_checkpoint and override:
             raise ValueError("the schedule comes from the checkpoint or from the flags: choose one of use and override")
-        if use_checkpoint:
-            self.config = saved
-        elif not override and saved != self.config:
+        if saved != self.config and not override:
             ours, theirs = asdict(self.config), asdict(saved)
             differing = ", ".join(f"{k} is {ours[k]} and was {theirs[k]}" for k in ours if ours[k] != theirs[k])
-            raise ValueError(
-                f"the learning-rate schedule differs from the checkpoint's: {differing}. Give the flags of the first "
-                "run, or choose with --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
-            )
+            if not use_checkpoint:
+                raise ValueError(
+                    f"the learning-rate schedule differs from the checkpoint's: {differing}. Give the flags of the first "
+                    "run, or choose with --override-lr-scheduler or --use-checkpoint-lr-scheduler "
+                    "(Megatron: --override-opt_param-scheduler, --use-checkpoint-opt_param-scheduler)"
+                )
+            logger.warning("the checkpoint's learning-rate schedule stays in force; the flags differ: %s", differing)
+            self.config = saved
         self.num_steps = int(state["num_steps"])
         self._apply()
