@@ -1,0 +1,167 @@
+"""Whole tensors under the names that the Hugging Face checkpoint uses, and whole directories of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from miles.backends.fsdp_utils.loading import LoadedPolicy, fsdp_modules, persistent_buffers
+from miles.utils.atomic_io import publish_dir, write_atomic
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "hf."
+# Bytes of one weight file of an export, as transformers writes them.
+SHARD_BYTES = 5 * 10**9
+_COPIED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
+    "chat_template*", "generation_config.json", "preprocessor_config.json", "*.py",
+)  # fmt: skip
+
+
+def to_checkpoint_names(hf: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename and split a layer's tensors as the checkpoint stores them (fused experts become one tensor an expert)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: _only(value) for name, value in revert_weight_conversion(hf, tensors).items()}
+
+
+def _only(value: Any) -> torch.Tensor:
+    return value[0] if isinstance(value, list) else value
+
+
+def iter_hf_tensors(loaded: LoadedPolicy, dtype_of: Callable[[str], torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) in the order of the model's layers, a tied tensor once. Collective: exhaust it on all ranks.
+
+    One FSDP group is gathered at a time, unless the model keeps its parameters gathered anyway.
+
+    Args:
+        dtype_of: parameter name -> the dtype to yield it in.
+    """
+    policy = loaded.module
+    buffers = persistent_buffers(policy)
+    for module in fsdp_modules(policy):
+        names = _own_tensors(policy, module, buffers)
+        if not names:
+            continue
+        gathered = _can_gather(module, names, dtype_of)
+        if gathered:
+            module.unshard()
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            value = (policy.get_buffer if name in buffers else policy.get_parameter)(name).detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            name = name.removeprefix(_PREFIX)
+            tensors[name] = value.to(dtype_of(name))
+        yield from to_checkpoint_names(policy.hf, tensors).items()
+        if gathered and not loaded.whole:
+            module.reshard()
+
+
+def _own_tensors(policy: nn.Module, module: nn.Module, buffers: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what belongs to `module`'s FSDP group: parameters and stored buffers that no inner group has."""
+    prefix = next(name for name, m in policy.named_modules() if m is module)
+    below = [(n, m) for n, m in module.named_modules(prefix=prefix) if m is not module and isinstance(m, FSDPModule)]
+    inner = tuple(f"{name}." for name, _ in below)
+    names = [name for name, _ in module.named_parameters(prefix=prefix)]
+    names += [name for name in buffers if name.startswith(f"{prefix}." if prefix else "")]
+    return [name for name in names if not name.startswith(inner)] if inner else names
+
+
+def _can_gather(module: nn.Module, names: list[str], dtype_of: Callable[[str], torch.dtype]) -> bool:
+    """Whether FSDP's own gather, in the compute dtype, loses nothing that the wanted dtype would keep."""
+    compute = module._get_fsdp_state()._mp_policy.param_dtype
+    return compute is None or all(dtype_of(name.removeprefix(_PREFIX)) == compute for name in names)
+
+
+class SafetensorsWriter:
+    """Writes tensors as they come into numbered files of bounded size, then the index."""
+
+    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.directory, self.shard_bytes = directory, shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self.directory / f"part-{len(self._files)}", metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish(self) -> None:
+        if self._pending:
+            self._flush()
+        count = len(self._files)
+        if count == 1:
+            (self.directory / "part-0").rename(self.directory / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self._files):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            (self.directory / f"part-{i}").rename(self.directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        write_atomic(self.directory / "model.safetensors.index.json", json.dumps(index, indent=2))
+
+
+def write_hf_directory(
+    loaded: LoadedPolicy, source: Path, final: Path, dtype_of: Callable[[str], torch.dtype], *, writes: bool
+) -> None:
+    """Export to `final`, complete or not at all: written beside it and renamed. Collective; `writes` on one rank.
+
+    Args:
+        source: the Hugging Face directory whose tokenizer and generation config go along.
+    """
+    temporary = final.with_name(f".{final.name}.tmp")
+    writer: SafetensorsWriter | None = None
+    failure: Exception | None = None
+    if writes:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            writer = SafetensorsWriter(temporary)
+        except OSError as error:
+            failure = error
+    for name, tensor in iter_hf_tensors(loaded, dtype_of):
+        if writer is not None and failure is None:
+            try:
+                writer.add(name, tensor)
+            except Exception as error:
+                failure = error  # keep taking part in the gathers, so that the other ranks end too
+    if writer is not None and failure is None:
+        try:
+            writer.finish()
+            _copy_companions(source, temporary)
+            loaded.config.save_pretrained(temporary)
+            publish_dir(temporary, final)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RuntimeError(f"Hugging Face export to {final} failed, nothing was left there: {failure}") from failure
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for pattern in _COPIED:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copy2(file, target / file.name)

@@ -1,0 +1,221 @@
+"""A Hugging Face directory becomes a sharded model: rank 0 reads, the others receive.
+
+No rank ever holds more than one layer of an unsharded model beside what it was given, except rank 0's host copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from miles.backends.fsdp_utils.model_dir import ModelDirError, checkpoint_tensor_names
+from miles.backends.fsdp_utils.packed_attention import PACKED, register_packed_attention, why_not_packed
+from miles.backends.fsdp_utils.policy_model import PolicyModel
+
+logger = logging.getLogger(__name__)
+
+# Below this many parameter bytes a model is one FSDP group: one all-gather and one reduce-scatter an optimizer step
+# are faster than one a layer, and the whole model fits anyway.
+SINGLE_GROUP_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How `load_policy` shards. `compute_dtype` None computes in the fp32 of the master weights."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = torch.float32  # None: parameters and optimizer in the compute dtype
+    cpu_offload: bool = False
+    attn_implementation: str = "sdpa"
+    packed: bool = True
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    single_group_bytes: int = SINGLE_GROUP_BYTES
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.master_dtype or self.compute_dtype or torch.float32
+
+
+@dataclass
+class LoadedPolicy:
+    """A sharded model and what its export needs to know."""
+
+    module: PolicyModel
+    config: Any
+    packed: bool
+    whole: bool  # parameters may stay gathered between micro-batches
+    checkpoint_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # by parameter name of the HF model
+
+
+def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
+    """Build, shard and fill the model in `path`. Collective.
+
+    Raises: ModelDirError when weights are missing or have another shape than the config says.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    register_packed_attention()
+    rank0 = dist.get_rank() == 0
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    source, error = _read(path, config, options) if rank0 else (None, None)
+    _raise_everywhere(error)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=options.stored_dtype, trust_remote_code=options.trust_remote_code
+        )
+    packed, attention, kwargs = _choose_attention(hf, options)
+    hf.set_attn_implementation(attention)
+    if options.gradient_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = PolicyModel(hf, attention_kwargs=kwargs)
+    num_bytes = sum(p.numel() * p.element_size() for p in hf.parameters())
+    whole = num_bytes <= options.single_group_bytes
+    _materialise_and_shard(policy, options, whole)
+    dtypes = _fill(policy, source, options.stored_dtype)
+    policy.find_out_head(options.device)
+    reshard(policy)
+    return LoadedPolicy(policy, config, packed, whole, dtypes)
+
+
+def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module | None, str | None]:
+    """Rank 0's host copy in the checkpoint's dtypes, or why there is none."""
+    import transformers
+
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", output_loading_info=True, trust_remote_code=options.trust_remote_code
+        )
+    except Exception as error:
+        return None, f"{path} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
+    problems = [f"no weights for {name}" for name in sorted(info["missing_keys"])]
+    problems += [f"{m[0]} has shape {tuple(m[1])}, config says {tuple(m[2])}" for m in info["mismatched_keys"]]
+    if problems:
+        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+        return None, f"{path} does not hold the model that its config.json describes: {'; '.join(problems[:10])}{more}"
+    if info["unexpected_keys"]:
+        logger.warning("%s: tensors that the model has no use for: %s", path, sorted(info["unexpected_keys"])[:10])
+    return model, None
+
+
+def _raise_everywhere(error: str | None) -> None:
+    box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise ModelDirError(box[0])
+
+
+def _choose_attention(hf: nn.Module, options: ShardingOptions) -> tuple[bool, str, str]:
+    """(whether rows are packed, transformers' attention name, how borders are passed)."""
+    wanted = options.attn_implementation
+    if not options.packed:
+        return False, wanted, "none"
+    if wanted == "eager":
+        return True, wanted, "none"  # transformers builds a block-diagonal mask from the position ids
+    if wanted.startswith("flash_attention"):
+        return True, wanted, "flash"
+    reason = why_not_packed(type(hf), hf.config)
+    if reason is not None:
+        logger.warning("%s: micro-batches are padded instead of packed", reason)
+        return False, wanted, "none"
+    return True, PACKED, "packed"
+
+
+def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, whole: bool) -> None:
+    """Replace meta tensors by empty ones and shard them, layer by layer."""
+    mixed = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=options.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+    home = torch.device("cpu") if options.cpu_offload else options.device
+    shard = {"mesh": options.mesh, "mp_policy": mixed, "offload_policy": offload, "reshard_after_forward": not whole}
+    sharded: set[nn.Module] = set()
+    if not whole:
+        layer_classes = set(policy.hf._no_split_modules or [])
+        tied = bool(getattr(policy.hf.config, "tie_word_embeddings", False))
+        for module in list(policy.hf.modules()):
+            if type(module).__name__ in layer_classes or (isinstance(module, nn.Embedding) and not tied):
+                module.to_empty(device=home)
+                fully_shard(module, **shard)
+                sharded |= set(module.modules())
+    for module in policy.modules():
+        if module not in sharded:
+            module.to_empty(device=home, recurse=False)
+    policy.hf.tie_weights()
+    fully_shard(policy, **shard)
+    for module in fsdp_modules(policy):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)  # losses are normalised by totals over all ranks: sum, not mean
+
+
+def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(policy: nn.Module) -> None:
+    """Drop gathered parameters, so that `parameters()` are the sharded ones that the optimizer updates."""
+    for module in fsdp_modules(policy):
+        module.reshard()
+
+
+def persistent_buffers(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that checkpoints store, by name (an expert router's correction bias, say)."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in policy.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _fill(policy: PolicyModel, source: nn.Module | None, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Send rank 0's weights and buffers to every shard; returns the dtype of each parameter in the checkpoint."""
+    state = {}
+    if source is not None:
+        state = {f"hf.{k}": v.to(dtype) if v.is_floating_point() else v for k, v in source.state_dict().items()}
+    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # Buffers that no checkpoint stores (rotary frequencies) are empty after the meta device.
+    own = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in policy.hf.named_buffers():
+        value = own[name].to(buffer.device, buffer.dtype) if source is not None else torch.empty_like(buffer)
+        dist.broadcast(value, src=0)
+        buffer.copy_(value)
+    meta: list[Any] = [None]
+    if source is not None:
+        kept = dict(source.named_parameters()) | persistent_buffers(source)
+        meta = [
+            (
+                {name: value.dtype for name, value in kept.items()},
+                _picklable(getattr(source, "_weight_conversions", None)),
+            )
+        ]
+    dist.broadcast_object_list(meta, src=0)
+    dtypes, conversions = meta[0]
+    if conversions is not None:
+        policy.hf._weight_conversions = conversions
+    return dtypes
+
+
+def _picklable(value: Any) -> Any:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return None
+    return value
+
+
+def unused_names(path: Path, exported: set[str]) -> tuple[set[str], set[str]]:
+    """(exported names that the directory lacks, names in it that are not exported)."""
+    names = checkpoint_tensor_names(path)
+    return (set(), set()) if names is None else (exported - names, names - exported)

@@ -1,0 +1,214 @@
+"""What a checkpoint of the FSDP trainer holds, and how it is written and read. Everything here is collective."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from miles.backends.fsdp_utils.loading import LoadedPolicy, persistent_buffers, reshard
+from miles.backends.training_utils.checkpoint import CheckpointError, disk_error
+from miles.backends.training_utils.lr_schedule import LRSchedule
+from miles.utils.seeds import derive_seed
+
+logger = logging.getLogger(__name__)
+
+_TENSORS = "fsdp"
+_MODEL = "model.json"
+_SCHEDULE = "lr_schedule.json"
+# Config fields whose difference explains a difference of tensors.
+_CONFIG_FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "rope_theta", "rms_norm_eps",
+)  # fmt: skip
+
+
+@dataclass
+class TrainState:
+    """What is saved. `extra_models`: further weights that change while training (a moving reference)."""
+
+    loaded: LoadedPolicy
+    optimizer: torch.optim.Optimizer | None
+    schedule: LRSchedule
+    extra_models: dict[str, LoadedPolicy]
+
+
+def save_state(state: TrainState, directory: Path, args: Any) -> None:
+    """Write this rank's part below `directory`. Raises: CheckpointError on every rank when any rank could not write."""
+    rank = dist.get_rank()
+    reshard(state.loaded.module)
+    tensors = _tensors(state, with_optimizer=not getattr(args, "no_save_optim", False))
+    on_every_rank(lambda: dcp.save(tensors, checkpoint_id=directory / _TENSORS), directory)
+
+    def small_files() -> None:
+        torch.save(rng_state(), directory / f"rng_rank{rank}.pt")
+        if rank == 0:
+            (directory / _SCHEDULE).write_text(json.dumps(state.schedule.state_dict(), indent=2))
+            (directory / _MODEL).write_text(json.dumps(fingerprint(state.loaded), indent=2))
+
+    on_every_rank(small_files, directory)
+
+
+def load_state(state: TrainState, directory: Path, args: Any) -> None:
+    """Restore what `save_state` wrote, as far as the flags ask for it.
+
+    Raises: CheckpointError when it is another model's, or lacks something that is asked for.
+    """
+    check_fingerprint(json.loads(_read(directory / _MODEL)), fingerprint(state.loaded), directory)
+    finetune = getattr(args, "finetune", False)
+    with_optimizer = state.optimizer is not None and not (finetune or getattr(args, "no_load_optim", False))
+    reshard(state.loaded.module)
+    if with_optimizer:
+        _prepare_optimizer(state)
+    tensors = _tensors(state, with_optimizer=with_optimizer)
+    has = dcp.FileSystemReader(directory / _TENSORS).read_metadata().state_dict_metadata
+    if with_optimizer and not any(key.startswith("optimizer.") for key in has):
+        raise CheckpointError(
+            f"{directory} has no optimizer state (--no-save-optim): pass --no-load-optim to go on without"
+        )
+    dcp.load(tensors, checkpoint_id=directory / _TENSORS)
+    reshard(state.loaded.module)
+    if finetune:
+        return
+    schedule = json.loads(_read(directory / _SCHEDULE))
+    override = bool(getattr(args, "override_lr_scheduler", False))
+    use = bool(getattr(args, "use_checkpoint_lr_scheduler", True)) and not override
+    state.schedule.load_state_dict(schedule, use_checkpoint=use, override=override)
+    if not getattr(args, "no_load_rng", False):
+        _load_rng(directory, args)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Was this checkpoint written by another trainer?"
+        ) from error
+
+
+def _tensors(state: TrainState, *, with_optimizer: bool) -> dict[str, Any]:
+    """The flat dictionary that is saved, or loaded in place."""
+    models = {"model": state.loaded, **state.extra_models}
+    tensors: dict[str, Any] = {}
+    for tag, loaded in models.items():
+        reshard(loaded.module)
+        named = dict(loaded.module.named_parameters()) | persistent_buffers(loaded.module)
+        tensors |= {f"{tag}.{name}": value.detach() for name, value in named.items()}
+    if with_optimizer and state.optimizer is not None:
+        for name, param in state.loaded.module.named_parameters():
+            for key, value in state.optimizer.state.get(param, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def _prepare_optimizer(state: TrainState) -> None:
+    """Empty moments for every trained parameter, to be filled in place."""
+    assert state.optimizer is not None
+    for param in state.loaded.module.parameters():
+        if param.requires_grad:
+            moments = {key: torch.zeros_like(param.detach()) for key in ("exp_avg", "exp_avg_sq")}
+            state.optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                **moments,
+            }
+
+
+# ---- the model's identity --------------------------------------------------------------------------------------------
+
+
+def fingerprint(loaded: LoadedPolicy) -> dict[str, Any]:
+    """What must agree for weights to be loadable: tensor names and shapes, and the config that explains them."""
+    reshard(loaded.module)
+    config = loaded.config.to_dict()
+    named = dict(loaded.module.named_parameters()) | persistent_buffers(loaded.module)
+    return {
+        "config": {name: config[name] for name in _CONFIG_FIELDS if name in config},
+        "tensors": {name.removeprefix("hf."): list(value.shape) for name, value in named.items()},
+        "world_size": dist.get_world_size(),
+    }
+
+
+def check_fingerprint(saved: dict[str, Any], ours: dict[str, Any], directory: Path) -> None:
+    """Raise CheckpointError listing how the checkpoint's model differs from this run's."""
+    differences = [
+        f"{name} is {ours['config'].get(name)} here and {saved['config'].get(name)} in the checkpoint"
+        for name in sorted(ours["config"].keys() | saved["config"].keys())
+        if ours["config"].get(name) != saved["config"].get(name)
+    ]
+    here, there = ours["tensors"], saved["tensors"]
+    differences += [f"it lacks {name}" for name in sorted(here.keys() - there.keys())]
+    differences += [f"it has {name}, which this model lacks" for name in sorted(there.keys() - here.keys())]
+    differences += [
+        f"{name} has shape {there[name]} instead of {here[name]}"
+        for name in sorted(here.keys() & there.keys())
+        if here[name] != there[name]
+    ]
+    if differences:
+        more = f"; and {len(differences) - 12} more differences" if len(differences) > 12 else ""
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another model than --hf-checkpoint: {'; '.join(differences[:12])}{more}"
+        )
+
+
+# ---- random generators -----------------------------------------------------------------------------------------------
+
+
+def rng_state() -> dict[str, Any]:
+    """Every generator of this process."""
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _load_rng(directory: Path, args: Any) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    saved = len(list(directory.glob("rng_rank*.pt")))
+    if saved == world:
+        restore_rng(torch.load(directory / f"rng_rank{rank}.pt", weights_only=False))
+        return
+    seed = derive_seed(getattr(args, "seed", 0), "resume", directory.name, world, rank)
+    logger.warning(
+        "%s was written by %d ranks, this run has %d: random generators start from seeds", directory, saved, world
+    )
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def on_every_rank(work: Callable[[], Any], where: Path) -> None:
+    """Run `work` on this rank and agree on the outcome: a failure of one rank raises CheckpointError on all."""
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        cause = error
+        problem = str(disk_error(error, where)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    if failed:
+        raise CheckpointError("; ".join(failed)) from cause

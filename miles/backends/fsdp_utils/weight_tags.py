@@ -1,0 +1,82 @@
+"""Weights under names: the actor's own, the reference's, and those that made the rollout (`--keep-old-actor`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from miles.backends.fsdp_utils.loading import LoadedPolicy, reshard
+
+Shards = dict[str, torch.Tensor]
+
+
+class WeightCopies:
+    """Gives the model that holds the weights of a tag. Copies are this rank's shards, kept on the host."""
+
+    def __init__(self, args: Any, actor: LoadedPolicy, ref: LoadedPolicy | None) -> None:
+        self.actor, self.ref = actor, ref
+        self.ref_interval = getattr(args, "ref_update_interval", None)
+        self.keep_old = bool(getattr(args, "keep_old_actor", False))
+        self.update_interval = int(getattr(args, "update_weights_interval", 1) or 1)
+        self._rollout_actor: Shards | None = None
+        self._old_actor: Shards | None = None
+
+    @contextlib.contextmanager
+    def weights(self, tag: str) -> Iterator[LoadedPolicy]:
+        """The model with the weights of `tag`: `actor`, `ref` or `old_actor`. Collective."""
+        if tag == "actor" or (tag == "old_actor" and self._old_actor is None):
+            yield self.actor
+        elif tag == "old_actor":
+            own = take_shards(self.actor)
+            put_shards(self.actor, self._old_actor)
+            try:
+                yield self.actor
+            finally:
+                put_shards(self.actor, own)
+        elif tag == "ref":
+            if self.ref is None:
+                raise ValueError("log-probs of the reference are needed, but no reference model was loaded")
+            yield self.ref
+        else:
+            raise ValueError(f"the FSDP trainer keeps no weights named {tag!r}: it has actor, ref and old_actor")
+
+    def published(self) -> None:
+        """The engines got the actor's weights: what made the last rollout is now the old actor."""
+        if not self.keep_old:
+            return
+        current = take_shards(self.actor)
+        if self.update_interval == 1:
+            self._old_actor = current if self._rollout_actor is None else self._rollout_actor
+            self._rollout_actor = current
+        else:
+            self._old_actor = current
+
+    def after_rollout(self, rollout_id: int) -> None:
+        """Move the reference to the actor every `--ref-update-interval` rollouts."""
+        if self.ref is not None and self.ref_interval and (rollout_id + 1) % self.ref_interval == 0:
+            put_shards(self.ref, take_shards(self.actor))
+
+    def changing_models(self) -> dict[str, LoadedPolicy]:
+        """Models besides the actor that a checkpoint must hold."""
+        return {"ref": self.ref} if self.ref is not None and self.ref_interval else {}
+
+
+def take_shards(loaded: LoadedPolicy) -> Shards:
+    """Host copies of this rank's shards."""
+    reshard(loaded.module)
+    return {name: _local(p).detach().to("cpu", copy=True) for name, p in loaded.module.named_parameters()}
+
+
+@torch.no_grad()
+def put_shards(loaded: LoadedPolicy, shards: Shards) -> None:
+    reshard(loaded.module)  # gathered parameters would keep the values from before
+    for name, p in loaded.module.named_parameters():
+        _local(p).copy_(shards[name])
+
+
+def _local(p: torch.Tensor) -> torch.Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
