@@ -159,6 +159,8 @@ def _array_elements(text: str) -> Iterator[str]:
         at = _skip(text, end)
         if text[at : at + 1] != "]":
             at = _skip(text, at, ",")
+    if _skip(text, at, "]") != len(text):
+        raise ValueError(f"more text after the array, at character {at + 1}")
 
 
 def _field_text(text: str, key: str) -> str:

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from miles.backends.engine_api.errors import EngineRejected, EngineStartError
+from miles.router.engine_pool import NoEngineError
 from miles.utils.types import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,12 @@ def failure_category(error: Exception, default: str) -> str:
 
 def is_permanent(error: Exception) -> bool:
     """Whether doing the same again cannot help: the error says so, or the engine refused the request itself (4xx)."""
-    return bool(getattr(error, "permanent", False)) or type(error).__name__ == "EngineRejected"
+    return bool(getattr(error, "permanent", False)) or isinstance(error, EngineRejected)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether no sample can be generated any more: the engines are gone and do not come back."""
+    return isinstance(error, NoEngineError | EngineStartError)
 
 
 def flatten(group: Iterable[Sample | list[Sample]]) -> list[Sample]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.rollout.base_types import GenerateFnInput
 from miles.rollout.compat import GenerateFn
-from miles.rollout.failures import FINAL, failure_category, flatten, is_permanent
+from miles.rollout.failures import FINAL, failure_category, flatten, is_fatal, is_permanent
 from miles.rollout.generate_state import GenerateState
 from miles.rollout.rm_hub import async_rm, batched_async_rm
 from miles.utils.seeds import derive_seed
@@ -29,6 +29,7 @@ async def generate_and_rm(
 
     Returns: the sample, or the list that its generate function made of it. Whatever goes wrong comes back as status
     FAILED with a `Failure`; ABORTED means that the batch was cut off (or the engine was) and can be resumed.
+    Raises: only what ends the run, such as NoEngineError.
     """
     result: Execution = sample
     if sample.status not in FINAL:
@@ -52,6 +53,8 @@ async def _generate(state: GenerateState, sample: Sample, params: dict[str, Any]
         output = await function(GenerateFnInput(state, sample, dict(params), evaluation))
         return _adopt(sample, output.samples)
     except Exception as error:
+        if is_fatal(error):
+            raise
         logger.debug("sample %s failed to generate", sample.index, exc_info=True)
         category = failure_category(error, "generation_error")
         sample.fail(category, f"sample {sample.index}: {_text(error)}", permanent=is_permanent(error))
@@ -181,7 +184,7 @@ async def generate_and_rm_group(
     """Generate and score the samples of one prompt, concurrently; group rewards once all are there.
 
     Each sample gets its own `sampling_seed`. Failures stay on the samples; an exception that is not a sample's own
-    (cancellation, a defect in this code) cancels the siblings, waits for them, and is raised.
+    (cancellation, no engine left) cancels the siblings, waits for them, and is raised.
     """
     prepare_group(state, group)
     tasks = []

@@ -1,8 +1,9 @@
 """Which tokens of a chat conversation an SFT step learns: what the assistant wrote, for any chat template.
 
 The template is asked, not imitated: the conversation is rendered once, and each assistant message is found in that text by
-rendering again with the message's content replaced and looking at what changed. A turn's trained text runs from the end of
-its header (what `add_generation_prompt` would have written) to its end-of-turn token, which sampling would have produced.
+rendering again with the message's content replaced and looking at what changed. A turn's trained text runs from where
+sampling it would have begun (behind what `add_generation_prompt` writes) to its end-of-turn token, which sampling would
+have produced.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class LossMaskBuilder:
             if message.get("role") != "assistant":
                 continue
             changed_start, changed_end = self._changed(text, messages, at, tools)
-            start = _after_header(text, header, floor, changed_start)
+            start = self._prompt_end(text, messages[:at], tools, changed_start)
+            if start is None:
+                start = _after_header(text, header, floor, changed_start)
             end = text.find(closing, changed_end) if closing else -1
             end = changed_end if end < 0 else end + len(closing)
             self._check_rendered(text[start:end], message, last=at == len(messages) - 1, at=at)
@@ -101,6 +104,14 @@ class LossMaskBuilder:
             if message.get("step_loss_mask", 1):
                 spans.append((start, end))
         return spans
+
+    def _prompt_end(self, text: str, before: list[Message], tools: list[dict] | None, limit: int) -> int | None:
+        """Where sampling this turn would have begun, if the conversation so far is rendered the same in `text`."""
+        try:
+            prompt = self._render(before, tools, generation_prompt=True)
+        except ValueError:
+            return None  # some templates refuse beginnings of conversations
+        return len(prompt) if text.startswith(prompt) and len(prompt) <= limit else None
 
     def _check_rendered(self, part: str, message: Message, *, last: bool, at: int) -> None:
         """A template that drops what should be learned is an error, not a shorter lesson."""

@@ -40,7 +40,9 @@ def fill_sample(args: Any, tokenizer: Any, masks: LossMaskBuilder, sample: Sampl
             response_ids = tokenizer(sample.label + (tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
             tokens, mask = prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
         else:
-            raise ValueError("a string prompt needs a response: set --label-key, or give a list of messages")
+            raise ValueError(
+                "a string prompt needs a response: set --label-key, or give a list of messages without --apply-chat-template"
+            )
         if 1 not in mask:
             raise ValueError("no token of it would be trained")
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from miles.backends.training_utils.backend import TrainData
-from miles.backends.training_utils.loss_hub.rewards import normalize_rewards
+from miles.backends.training_utils.loss_hub.rewards import post_process_rewards
 from miles.utils.imports import load_function
 from miles.utils.types import Sample, SampleStatus
 
@@ -105,17 +105,9 @@ def _mask_sums(rollout_ids: Sequence[int], masks: Sequence[np.ndarray]) -> list[
 
 def _rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """(raw rewards, rewards that train), by the hook or by group normalisation; both finite."""
-    path = getattr(args, "custom_reward_post_process_path", None)
-    if path:
-        raw, rewards = load_function(path)(args, samples)
-        if len(raw) != len(samples) or len(rewards) != len(samples):
-            raise TrainDataError(
-                f"--custom-reward-post-process-path {path} returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
-            )
-    else:
-        raw = [sample.get_reward_value(args) for sample in samples]
-        _check_finite("reward", raw, samples)
-        rewards = normalize_rewards(args, samples, raw)
+    if not getattr(args, "custom_reward_post_process_path", None):
+        _check_finite("reward", [sample.get_reward_value(args) for sample in samples], samples)
+    raw, rewards = post_process_rewards(args, samples)
     _check_finite("reward", raw, samples)
     _check_finite("normalised reward", rewards, samples)
     return [float(r) for r in raw], [float(r) for r in rewards]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
@@ -25,7 +27,7 @@ def call_dynamic_filter(filter_function: Callable | None, args: Any, group: list
     verdict = filter_function(args, group)
     if isinstance(verdict, DynamicFilterOutput):
         return verdict
-    if isinstance(verdict, bool) or type(verdict).__name__ == "bool_":
+    if isinstance(verdict, bool | np.bool_):
         return DynamicFilterOutput(keep=bool(verdict))
     raise TypeError(
         f"--dynamic-sampling-filter-path: expected DynamicFilterOutput or bool, got {type(verdict).__name__}"

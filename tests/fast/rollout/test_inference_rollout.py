@@ -116,7 +116,7 @@ async def test_everything_failing_ends_with_the_counts(run_args):
 async def test_everything_filtered_ends_with_the_reasons(run_args):
     register_function("test.drop_all", lambda args, group: DynamicFilterOutput(keep=False, reason="too_easy"))
     function, _ = build(run_args(dynamic_sampling_filter_path="test.drop_all"), FakePool())
-    with pytest.raises(RolloutError, match="only 0 of 4 groups were kept after 256 .*too_easy 256.*test.drop_all"):
+    with pytest.raises(RolloutError, match=r"only 0 of 4 groups were kept after 256 .*too_easy 256.*test.drop_all"):
         await rollout(function)
 
 
