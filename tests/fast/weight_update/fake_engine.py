@@ -45,6 +45,9 @@ class FakeEngine:
 
     async def handle(self, request: Request) -> Response:
         path = request.path_params["path"]
+        if path == "_reset":
+            self.__init__(self.admin_key)
+            return JSONResponse({})
         if path == "_faults":
             self.faults = orjson.loads(await request.body())
             return JSONResponse({})
@@ -159,7 +162,7 @@ def in_thread(engine: FakeEngine):
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
         thread.join(5)
         listener.close()
 
@@ -179,9 +182,9 @@ class EngineHandle:
     def endpoint(self) -> EngineEndpoint:
         return EngineEndpoint(self.index, self.url, "key", 1, 0)
 
-    def wait(self) -> EngineHandle:
-        self.faults()
-        return self
+    def reset(self) -> None:
+        """As freshly started; waits until it is up."""
+        self._call("_reset", {})
 
     def faults(self, **faults: str) -> None:
         self._call("_faults", faults)
