@@ -11,21 +11,26 @@ from miles.rollout.base_types import RolloutFnEvalOutput
 from miles.rollout.dataset import DatasetKeys, PromptRow, load_prompt_rows
 from miles.rollout.eval_config import EvalDatasetConfig, load_eval_configs
 from miles.rollout.failures import flatten
-from miles.rollout.generate_and_rm import run_sample
+from miles.rollout.generate_and_rm import generate_and_rm_group
 from miles.rollout.generate_state import GenerateState
 from miles.utils.seeds import derive_seed
-from miles.utils.types import RewardSpec, Sample, SampleStatus
+from miles.utils.types import Group, RewardSpec, Sample, SampleStatus
 
 
 class Evaluator:
-    """Reads the data sets once and runs them as often as asked."""
+    """Reads the data sets once and runs them as often as asked.
 
-    def __init__(self, args: Any, tokenizer: Any) -> None:
+    Raises: at once, for data or a generate function that cannot be used, not at the first evaluation.
+    """
+
+    def __init__(self, args: Any, state: GenerateState) -> None:
         self.args = args
         self.configs = load_eval_configs(args)
         if not self.configs:
             raise ValueError("nothing to evaluate: set --eval-prompt-data NAME PATH or --eval-config FILE")
-        self._rows = {config.name: self._load(config, tokenizer) for config in self.configs}
+        for config in self.configs:
+            state.generate_function_for(config.custom_generate_function_path)
+        self._rows = {config.name: self._load(config, state.tokenizer) for config in self.configs}
 
     def _load(self, config: EvalDatasetConfig, tokenizer: Any) -> list[PromptRow]:
         keys = DatasetKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
@@ -56,27 +61,30 @@ class Evaluator:
 
     async def _run_dataset(self, state: GenerateState, config: EvalDatasetConfig) -> list[Sample]:
         params = config.sampling_params(state.sampling_params)
-        samples = self._samples(config)
-        results = await asyncio.gather(*(self._run_sample(state, config, params, s) for s in samples))
-        return flatten(results)
+        tasks = [self._run_group(state, config, params, group) for group in self._groups(config)]
+        return flatten([entry for results in await asyncio.gather(*tasks) for entry in results])
 
-    def _samples(self, config: EvalDatasetConfig) -> list[Sample]:
-        samples = []
+    def _groups(self, config: EvalDatasetConfig) -> list[Group]:
+        """One group a prompt; indices count through the data set."""
+        n = config.n_samples_per_eval_prompt
+        groups = []
         for group_index, row in enumerate(self._rows[config.name]):
-            for _ in range(config.n_samples_per_eval_prompt):
-                sample = Sample(group_index=group_index, index=len(samples), label=row.label)
+            group = []
+            for i in range(n):
+                sample = Sample(group_index=group_index, index=group_index * n + i, label=row.label)
                 sample.prompt = copy.deepcopy(row.prompt)
                 sample.metadata = copy.deepcopy(row.metadata) | copy.deepcopy(config.metadata_overrides)
                 sample.generate_function_path = config.custom_generate_function_path
                 sample.reward_spec = RewardSpec(rm_type=config.rm_type) if config.rm_type else None
-                samples.append(sample)
-        return samples
+                group.append(sample)
+            groups.append(group)
+        return groups
 
-    async def _run_sample(
-        self, state: GenerateState, config: EvalDatasetConfig, params: dict[str, Any], sample: Sample
-    ) -> Sample | list[Sample]:
-        seed = derive_seed(self.args.rollout_seed, "eval", config.name, sample.index)  # type: ignore[arg-type]
-        return await run_sample(state, sample, {**params, "sampling_seed": seed}, evaluation=True)
+    async def _run_group(
+        self, state: GenerateState, config: EvalDatasetConfig, params: dict[str, Any], group: Group
+    ) -> list[Sample | list[Sample]]:
+        seeds = [derive_seed(self.args.rollout_seed, "eval", config.name, s.index) for s in group]  # type: ignore[arg-type]
+        return await generate_and_rm_group(state, group, params, evaluation=True, seeds=seeds)
 
 
 def pass_at_k(name: str, samples: list[Sample], rewards: list[float | None], n: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from miles.rollout.base_types import GenerateFnInput
@@ -38,13 +39,9 @@ async def generate_and_rm(
                 sample.status = SampleStatus.ABORTED
                 return sample
             result = await _generate(state, sample, sampling_params, evaluation)
-    if not _group_rm(state, evaluation):
-        await _score(state, result, evaluation)
+    if not getattr(state.args, "group_rm", False):
+        await _score(state, result)
     return result
-
-
-def _group_rm(state: GenerateState, evaluation: bool) -> bool:
-    return getattr(state.args, "group_rm", False) and not evaluation
 
 
 async def _generate(state: GenerateState, sample: Sample, params: dict[str, Any], evaluation: bool) -> Execution:
@@ -85,7 +82,7 @@ def _adopt(source: Sample, result: Execution) -> Execution:
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
-async def _score(state: GenerateState, result: Execution, evaluation: bool) -> None:
+async def _score(state: GenerateState, result: Execution) -> None:
     samples = flatten([result])
     if any(s.status not in FINAL for s in samples):
         return
@@ -179,17 +176,22 @@ def _give_up(unfinished: list[Sample]) -> None:
 
 
 async def generate_and_rm_group(
-    state: GenerateState, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+    state: GenerateState,
+    group: Group,
+    sampling_params: dict[str, Any],
+    evaluation: bool = False,
+    *,
+    seeds: Sequence[int] | None = None,
 ) -> list[Execution]:
     """Generate and score the samples of one prompt, concurrently; group rewards once all are there.
 
-    Each sample gets its own `sampling_seed`. Failures stay on the samples; an exception that is not a sample's own
+    Each sample gets its own `sampling_seed`: from `seeds`, else from its index in the run. Failures stay on the samples; an exception that is not a sample's own
     (cancellation, no engine left) cancels the siblings, waits for them, and is raised.
     """
     prepare_group(state, group)
     tasks = []
-    for sample in group:
-        params = {**sampling_params, "sampling_seed": sample_seed(state.args, sample)}
+    for sample, seed in zip(group, seeds or [sample_seed(state.args, s) for s in group], strict=True):
+        params = {**sampling_params, "sampling_seed": seed}
         tasks.append(asyncio.create_task(run_sample(state, sample, params, evaluation)))
     try:
         results = list(await asyncio.gather(*tasks))
@@ -198,6 +200,6 @@ async def generate_and_rm_group(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    if _group_rm(state, evaluation):
+    if getattr(state.args, "group_rm", False):
         await _score_group(state.args, results)
     return results

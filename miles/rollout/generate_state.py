@@ -42,7 +42,7 @@ class GenerateState:
         generate_fn_semaphore: bounds generate calls in flight.
         sampling_params: defaults for training rollouts; copy before changing.
         generate_function: the run's generate function.
-        context_length: most tokens in a sequence, None where nobody says.
+        context_length, eval_context_length: most tokens in a sequence, None where nobody says.
         aborted: set while a batch is being cut off; generate functions should stop at their next turn.
     """
 
@@ -56,6 +56,7 @@ class GenerateState:
         path = getattr(args, "custom_generate_function_path", None) or DEFAULT_GENERATE_PATH
         self.generate_function: GenerateFn = load_generate_function(path)
         self.context_length = model_context_length(args)
+        self.eval_context_length = getattr(args, "eval_max_context_len", None) or self.context_length
         self.aborted = False
         self._overrides: dict[str, GenerateFn] = {}
 

@@ -22,11 +22,13 @@ class GenerationError(RuntimeError):
 
 def token_budget(input: GenerateFnInput) -> int:
     """Tokens that this sample may still get: its response limit less what it has, within the context length."""
-    sample = input.sample
+    sample, limit = input.sample, _context_length(input)
     budget = input.sampling_params["max_new_tokens"] - sample.response_length
-    if input.state.context_length is not None:
-        budget = min(budget, input.state.context_length - len(sample.tokens))
-    return budget
+    return budget if limit is None else min(budget, limit - len(sample.tokens))
+
+
+def _context_length(input: GenerateFnInput) -> int | None:
+    return input.state.eval_context_length if input.evaluation else input.state.context_length
 
 
 async def sample_tokens(input: GenerateFnInput) -> None:
@@ -41,7 +43,7 @@ async def sample_tokens(input: GenerateFnInput) -> None:
             raise GenerationError(
                 "prompt_too_long",
                 f"sample {sample.index}: a prompt of {len(sample.tokens)} tokens leaves no room for a response "
-                f"(context {input.state.context_length}); set --rollout-max-prompt-len to leave such prompts out",
+                f"(context {_context_length(input)}); set --rollout-max-prompt-len to leave such prompts out",
                 permanent=True,
             )
         sample.status = SampleStatus.TRUNCATED

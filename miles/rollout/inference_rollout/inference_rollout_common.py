@@ -10,6 +10,7 @@ from miles.rollout.base_types import (
     RolloutFnTrainInput,
     RolloutFnTrainOutput,
 )
+from miles.rollout.eval_config import load_eval_configs
 from miles.rollout.evaluation import Evaluator
 from miles.rollout.failures import flatten
 from miles.rollout.generate_state import GenerateState
@@ -35,6 +36,14 @@ class InferenceRolloutFn:
         self.all_samples_process = load_function(getattr(self.args, "rollout_all_samples_process_path", None))
         self._state: GenerateState | None = None
         self._evaluator: Evaluator | None = None
+        if not getattr(self.args, "debug_train_only", False):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Load tokenizer, hooks and evaluation data now, so that what is wrong with them is said at startup."""
+        self._state = GenerateState(self.args, self.engines)
+        if load_eval_configs(self.args):
+            self._evaluator = Evaluator(self.args, self._state)
 
     @property
     def state(self) -> GenerateState:
@@ -50,7 +59,7 @@ class InferenceRolloutFn:
     async def _evaluate(self, input: RolloutFnEvalInput) -> RolloutFnEvalOutput:
         state = input.generate_state or self.state
         if self._evaluator is None:
-            self._evaluator = Evaluator(self.args, self.state.tokenizer)
+            self._evaluator = Evaluator(self.args, state)
         return await self._evaluator.run(state)
 
     async def _train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:

@@ -9,10 +9,11 @@ import pytest
 
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
+from miles.rollout.dataset import DatasetError
 from miles.rollout.eval_config import load_eval_configs
 from miles.rollout.evaluation import pass_at_k
 from miles.rollout.inference_rollout import InferenceRolloutFn
-from miles.utils.imports import register_function
+from miles.utils.imports import ImportPathError, register_function
 from miles.utils.types import Sample, SampleStatus
 from tests.fast.rollout.fakes import FakePool, make_args, prompt_rows, write_jsonl
 
@@ -104,6 +105,37 @@ async def test_eval_reward_key(run_args, sets):
         eval_prompt_data=["a", sets[0]], custom_rm_path="test.reward", eval_reward_key="acc", reward_key="len"
     )
     assert (await evaluate(args, FakePool())).data["a"]["rewards"] == [0.25] * 3
+
+
+async def test_group_rewards_see_all_samples_of_a_prompt(run_args, sets):
+    async def reward(args, samples, **kwargs):
+        return [float(len(samples))] * len(samples)
+
+    register_function("test.reward", reward)
+    args = run_args(
+        eval_prompt_data=["a", sets[0]], n_samples_per_eval_prompt=2, custom_rm_path="test.reward", group_rm=True
+    )
+    assert (await evaluate(args, FakePool())).data["a"]["rewards"] == [2.0] * 6
+
+
+async def test_evaluation_has_its_own_context_length(run_args, sets):
+    pool = FakePool(length=lambda payload: 100)
+    args = run_args(eval_prompt_data=["a", sets[0]], rollout_max_response_len=90, eval_max_context_len=20)
+    output = await evaluate(args, pool)
+    assert [len(s.tokens) for s in output.data["a"]["samples"]] == [20] * 3
+    assert output.data["a"]["truncated"] == [True] * 3
+
+
+def test_bad_evaluation_data_is_told_at_startup(run_args, sets, tmp_path):
+    def build(**overrides):
+        args = run_args(**overrides)
+        return InferenceRolloutFn(RolloutFnConstructorInput(args, RolloutDataSourceWithBuffer(args), FakePool()))
+
+    with pytest.raises(DatasetError, match="no such file"):
+        build(eval_prompt_data=["a", str(tmp_path / "nowhere.jsonl")])
+    config = {"eval": {"datasets": [{"name": "a", "path": sets[0], "custom_generate_function_path": "nope.fn"}]}}
+    with pytest.raises(ImportPathError, match="nope"):
+        build(eval_config=config_file(tmp_path, config))
 
 
 def test_pass_at_k_uses_the_data_sets_own_n_and_complete_prompts():

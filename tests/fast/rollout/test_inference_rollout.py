@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
+from miles.backends.engine_api.errors import EngineRejected
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnTrainInput
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.failures import RolloutError
 from miles.rollout.filter_hub.base_types import DynamicFilterOutput
 from miles.rollout.inference_rollout import InferenceRolloutFn
+from miles.router.engine_pool import NoEngineError
 from miles.utils.imports import register_function
-from miles.utils.types import SampleStatus
+from miles.utils.types import Sample, SampleStatus
 from tests.fast.rollout.fakes import FakePool
 
 
@@ -111,6 +113,44 @@ async def test_everything_failing_ends_with_the_counts(run_args):
     with pytest.raises(RolloutError, match=r"--max-failed-group-ratio 0.5 .*(?s:.*)the engine is on fire"):
         await rollout(function)
     assert function.state.aborted is False
+
+
+async def test_no_engine_left_ends_the_rollout_at_once(run_args):
+    def gone(payload):
+        raise NoEngineError("no engine has served for 900 s")
+
+    pool = FakePool(before=gone)
+    function, _ = build(run_args(), pool)
+    with pytest.raises(NoEngineError, match="900 s"):
+        await rollout(function)
+    assert len(pool.requests) <= 8, "nobody may wait for the engines again"
+
+
+async def test_a_request_that_the_engine_refuses_is_not_repeated(run_args):
+    def refuse(payload):
+        if payload["input_ids"] == first:
+            raise EngineRejected("input too long", 400)
+
+    probe = FakePool()
+    await rollout(build(run_args(), probe)[0])
+    first = probe.requests[0]["input_ids"]
+    pool = FakePool(before=refuse)
+    output = await rollout(build(run_args(), pool)[0])
+    assert [r["input_ids"] for r in pool.requests].count(first) == 2
+    assert output.metrics["rollout/failed_groups"] == 1
+
+
+async def test_a_data_source_that_breaks_its_promises_is_named(run_args):
+    function, source = build(run_args(), FakePool())
+    good = source.get_samples
+    for broken, message in (
+        (lambda n: [], "returned no groups"),
+        (lambda n: [group[:1] for group in good(n)], "gave a group of 1 samples; --n-samples-per-prompt is 2"),
+        (lambda n: [[Sample(prompt="x")] * 2], "without index or group_index"),
+    ):
+        source.get_samples = broken
+        with pytest.raises(RolloutError, match=message):
+            await rollout(function)
 
 
 async def test_everything_filtered_ends_with_the_reasons(run_args):
