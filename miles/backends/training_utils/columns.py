@@ -70,7 +70,11 @@ def _spans(columns: TrainData, index: int) -> Iterable[tuple[int, int, int]]:
     """Version spans of a sample as (version, start, end); they come as `VersionSpan` or as plain triples."""
     spans = columns.get("version_spans")
     for span in (spans[index] if spans is not None else None) or ():
-        yield (span.version, span.start, span.end) if hasattr(span, "version") else tuple(int(x) for x in span)
+        if hasattr(span, "version"):
+            yield span.version, span.start, span.end
+        else:
+            version, start, end = span
+            yield int(version), int(start), int(end)
 
 
 @dataclass(frozen=True)

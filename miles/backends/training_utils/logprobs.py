@@ -105,42 +105,35 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, bias, targets, log_z, entropy, kept = ctx.saved_tensors
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
-        grad_hidden = torch.zeros_like(hidden) if want_hidden else None
         # A row that the loss ignores must not turn 0 x inf into NaN.
         broken = ~torch.isfinite(log_z) & (grad_log_probs == 0)
         if grad_entropy is not None:
             broken &= grad_entropy == 0
         any_broken = bool(broken.any())
+        wanted = [x if need else None for x, need in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]
+        to_hidden = None if wanted[0] is None else torch.zeros_like(hidden)
         # Accumulated in fp32 over chunks, whatever the weight's dtype.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if want_bias else None
+        to_weight, to_bias = (None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in wanted[1:])
         for start in range(0, targets.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = kept if kept is not None else _chunk_logits(hidden[part], weight, bias, ctx.temperature)
+            rows = hidden[part]
+            logits = kept if kept is not None else _chunk_logits(rows, weight, bias, ctx.temperature)
             of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
             grad = _logit_gradient(logits, targets[part], log_z[part], grad_log_probs[part], of_entropy)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            rows = hidden[part]
             if any_broken:
-                grad = grad.masked_fill(broken[part, None], 0.0)
-                rows = rows.masked_fill(broken[part, None], 0.0)
-            if weight is None:
-                grad_hidden[part] = grad
-                continue
-            if want_hidden:
-                grad_hidden[part] = grad @ weight
-            if want_weight:
-                grad_weight += grad.T @ rows
-            if want_bias:
-                grad_bias += grad.sum(0, dtype=torch.float32)
-        if want_weight:
-            grad_weight = grad_weight.to(weight.dtype)
-        if want_bias:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+                grad, rows = (x.masked_fill(broken[part, None], 0.0) for x in (grad, rows))
+            if to_hidden is not None:
+                to_hidden[part] = grad if weight is None else grad @ weight
+            if to_weight is not None:
+                to_weight += grad.T @ rows
+            if to_bias is not None:
+                to_bias += grad.sum(0, dtype=torch.float32)
+        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        return to_hidden, to_weight, to_bias, None, None, None, None
 
 
 def _chunk_logits(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:

@@ -232,6 +232,7 @@ def _kl_term(
     ref = batch.flat("ref_log_probs")
     if ref is None:
         raise ValueError("--use-kl-loss: the batch has no ref_log_probs; was the reference model loaded (--ref-load)?")
+    metrics.add("train/nonfinite_tokens", (valid & ~torch.isfinite(ref)).sum())
     valid = valid & torch.isfinite(ref)
     here, base = torch.where(valid, log_probs, 0.0), torch.where(valid, ref, 0.0)
     ratio = importance_ratio(here, torch.where(valid, old, 0.0)) if _flag(args, "use_unbiased_kl") else None

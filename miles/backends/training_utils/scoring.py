@@ -27,13 +27,32 @@ def plan_scoring(args: Any, shard: TrainShard, *, deterministic_forward: bool = 
     Args:
         deterministic_forward: two forward passes of the same weights give the same numbers (no dropout). Otherwise the
             old log-probs are always scored.
+    Raises: ValueError where `--skip-actor-forward-only` meets a batch that it cannot be true for.
     """
     if getattr(args, "loss_type", "policy_loss") != "policy_loss":
         return ScoringPlan(False, False, False)
+    if getattr(args, "skip_actor_forward_only", False):
+        _check_skippable(args, shard, deterministic_forward)
     shaped = bool(getattr(args, "kl_coef", 0.0)) or bool(getattr(args, "use_opd", False))
     single = len(shard.steps) == 1 and deterministic_forward and not getattr(args, "keep_old_actor", False)
-    skip = (single or bool(getattr(args, "skip_actor_forward_only", False))) and not shaped
-    if "log_probs" in shard.columns:
-        skip = False  # the batch brings them
+    brought = "log_probs" in shard.columns
+    skip = single and not shaped and not brought
     reference = bool(getattr(args, "use_kl_loss", False)) or bool(getattr(args, "kl_coef", 0.0))
-    return ScoringPlan(policy=not skip and "log_probs" not in shard.columns, reference=reference, old_is_current=skip)
+    return ScoringPlan(policy=not skip and not brought, reference=reference, old_is_current=skip)
+
+
+def _check_skippable(args: Any, shard: TrainShard, deterministic_forward: bool) -> None:
+    problems = []
+    if len(shard.steps) != 1:
+        problems.append(f"the batch trains in {len(shard.steps)} optimizer steps, and from the second on they differ")
+    if not deterministic_forward:
+        problems.append("the model has dropout")
+    for name in ("kl_coef", "use_opd", "keep_old_actor"):
+        if getattr(args, name, None):
+            problems.append(f"--{name.replace('_', '-')} needs them before training")
+    if "log_probs" in shard.columns:
+        problems.append("the batch brings log_probs of its own")
+    if problems:
+        raise ValueError(
+            f"--skip-actor-forward-only takes current log-probs for the old ones, but {'; '.join(problems)}"
+        )

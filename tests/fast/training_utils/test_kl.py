@@ -57,5 +57,5 @@ def test_unbiased_weights_come_before_the_last_clamp():
 
 
 def test_unknown_type_lists_the_known_ones():
-    with pytest.raises(ValueError, match="k4.*k1, k2, k3, low_var_kl"):
+    with pytest.raises(ValueError, match=r"k4.*k1, k2, k3, low_var_kl"):
         compute_approx_kl(torch.zeros(1), torch.zeros(1), "k4")

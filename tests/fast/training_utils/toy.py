@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +104,7 @@ class ToyModel(nn.Module):
     def hidden(self, packed: PackedBatch) -> torch.Tensor:
         if packed.cu_seqlens is not None:
             borders = packed.cu_seqlens.tolist()
-            pieces = [self.sequence(packed.input_ids[0, a:b]) for a, b in zip(borders[:-1], borders[1:], strict=True)]
+            pieces = [self.sequence(packed.input_ids[0, a:b]) for a, b in itertools.pairwise(borders)]
             return torch.cat(pieces)
         return torch.cat([self.sequence(row) for row in packed.input_ids])
 

@@ -8,7 +8,7 @@ crosses a border; attention must be kept inside `cu_seqlens` (thd) or `attention
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class PackedBatch:
         return list(torch.split(flat, self.response_lengths))
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return PackedBatch(**moved)
+        """A copy whose tensors lie on `device`."""
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def pack_micro_batch(
@@ -110,7 +111,9 @@ def pad_micro_batch(
     )
 
 
-def layout_micro_batch(args: Any, tokens: Sequence[Any], response_lengths: Sequence[int], pad_multiple: int = 1):
+def layout_micro_batch(
+    args: Any, tokens: Sequence[Any], response_lengths: Sequence[int], pad_multiple: int = 1
+) -> PackedBatch:
     """The layout that `--qkv-format` names."""
     layout = {"thd": pack_micro_batch, "bshd": pad_micro_batch}[getattr(args, "qkv_format", "thd")]
     return layout(tokens, response_lengths, pad_multiple=pad_multiple)
