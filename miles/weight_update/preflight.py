@@ -24,11 +24,12 @@ async def check_weight_update_equal(
     """Fill with noise, update to `version`, compare. As `run_update`, which it replaces for one update.
 
     `--check-weight-update-selector` and `--check-weight-update-skip-list` (substrings of tensor names) limit the check.
-    An engine that cannot be filled with noise, or is not equal afterwards, is fenced: its weights are useless.
+    Unless every engine passes, none is committed and all are fenced: what they hold is noise, or in doubt.
     """
     settings = dataclasses.replace(
         UpdateSettings.from_args(args),
         verify=True,
+        all_or_nothing=True,
         selector=args.check_weight_update_selector,
         skip=tuple(args.check_weight_update_skip_list or ()),
     )

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles.backends.engine_api.client import EngineClient, EngineError
+from miles.backends.engine_api.client import EngineClient, EngineError, EngineRejected
 from miles.weight_update.types import EngineEndpoint, TransferReport
 from miles.weight_update.verification import Mismatch, describe, verify_engine
 
@@ -33,7 +33,8 @@ class UpdateSettings:
     pause_mode: str = "retract"  # abort, retract or in_place
     verify: bool = True
     selector: str = "all"
-    skip: tuple[str, ...] = ()  # substrings of tensor names that verification leaves out
+    skip: tuple[str, ...] = ()  # substrings of tensor names whose difference is only logged
+    all_or_nothing: bool = False  # commit nowhere unless every engine verified
     control_s: float = 60.0
     transfer_s: float = 300.0
     verify_s: float = 300.0
@@ -168,9 +169,19 @@ class Transaction:
             ready = await self._on(self.clients, lambda c: c.pause(settings.pause_mode))
             if ready and settings.pause_mode != "in_place":  # in_place keeps the KV cache of frozen requests
                 ready = await self._on(self.clients, lambda c: c.flush())
-            return ready and await self._on(
-                self.clients, lambda c: c.begin_weight_update(settings.selector), self._open
-            )
+            return ready and await self._on(self.clients, self._begin, self._open)
+
+    async def _begin(self, client: EngineClient) -> None:
+        selector = self.settings.selector
+        try:
+            await client.begin_weight_update(selector)
+        except EngineRejected as first:
+            # An update that broke off may have left its session open; nobody else opens one.
+            try:
+                await client.end_weight_update()
+                await client.begin_weight_update(selector)
+            except EngineRejected:
+                raise first from None
 
     async def _check_version(self, client: EngineClient) -> None:
         reported = str((await client.model_info()).get("weight_version", ""))
@@ -202,19 +213,21 @@ class Transaction:
         assert report is not None
 
         async def check(client: EngineClient) -> None:
-            mismatches: list[Mismatch] = await verify_engine(
-                client, report.manifest, timeout_s=self.settings.verify_s, skip=self._is_skipped
-            )
-            if mismatches:
-                raise EngineError(describe(mismatches, len(report.manifest)))
+            found = await verify_engine(client, report.manifest, timeout_s=self.settings.verify_s)
+            if ignored := [m for m in found if self._is_skipped(m)]:
+                logger.info("%s, by the skip list: %s", client.base_url, describe(ignored, len(report.manifest)))
+            if wrong := [m for m in found if not self._is_skipped(m)]:
+                raise EngineError(describe(wrong, len(report.manifest)))
 
         with self._timed("verify_s"):
-            await self._on(self.clients, check, verified)
+            whole = await self._on(self.clients, check, verified)
+        if self.settings.all_or_nothing and not whole:
+            return set()
         self.outcome.verified = bool(verified)
         return verified
 
-    def _is_skipped(self, name: str) -> bool:
-        return any(part in name for part in self.settings.skip)
+    def _is_skipped(self, mismatch: Mismatch) -> bool:
+        return any(part in mismatch.name for part in self.settings.skip)
 
     async def _commit(self, verified: set[int]) -> None:
         """The version exists from here on; an engine that cannot follow is fenced."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from miles.backends.engine_api.client import EngineClient
@@ -32,9 +31,7 @@ class Mismatch:
         return f"{self.name}: {self.problem.value}" + (f" ({self.detail})" if self.detail else "")
 
 
-def compare(
-    manifest: Manifest, checksums: dict[str, str], skip: Callable[[str], bool] = lambda name: False
-) -> list[Mismatch]:
+def compare(manifest: Manifest, checksums: dict[str, str]) -> list[Mismatch]:
     """Every tensor that is missing, unexpected or different on the engine, by name; empty when the update is whole.
 
     The digest covers dtype, shape and bytes (`miles.utils.digest.tensor_digest`).
@@ -52,7 +49,7 @@ def compare(
     for name, digest in checksums.items():
         if name not in manifest and not _tied_twin_matches(name, digest, sent):
             found.append(Mismatch(name, Problem.UNEXPECTED))
-    return sorted((m for m in found if not skip(m.name)), key=lambda m: m.name)
+    return sorted(found, key=lambda m: m.name)
 
 
 def _tied_twin_matches(name: str, digest: str, others: dict[str, str]) -> bool:
@@ -69,12 +66,6 @@ def describe(mismatches: list[Mismatch], total: int) -> str:
     return f"{len(mismatches)} of {total} tensors are not what the trainer sent:\n" + "\n".join(lines)
 
 
-async def verify_engine(
-    client: EngineClient,
-    manifest: Manifest,
-    *,
-    timeout_s: float,
-    skip: Callable[[str], bool] = lambda name: False,
-) -> list[Mismatch]:
+async def verify_engine(client: EngineClient, manifest: Manifest, *, timeout_s: float) -> list[Mismatch]:
     """Ask the engine for its digests and compare. Raises the client's errors when it does not answer."""
-    return compare(manifest, await client.weights_checksums(timeout_s=timeout_s), skip)
+    return compare(manifest, await client.weights_checksums(timeout_s=timeout_s))

@@ -156,7 +156,7 @@ class FakeEngine:
 def in_thread(engine: FakeEngine):
     """Serve `engine` from this process; yields its url."""
     listener = reserve_port()
-    server = uvicorn.Server(uvicorn.Config(engine.app(), log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(engine.app(), log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

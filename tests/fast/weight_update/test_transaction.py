@@ -237,3 +237,8 @@ def test_what_was_touched_survives_the_way_through_ray():
     error = pickle.loads(pickle.dumps(WeightTransferError("x", frozenset({2}))))
     wrapped = ray.exceptions.RayTaskError("transfer_weights", "traceback", error).as_instanceof_cause()
     assert wrapped.touched == {2}
+
+
+async def test_a_session_that_a_broken_update_left_open_is_closed_first(fleet):
+    fleet.engines[0].session = True
+    assert (await fleet.update()).committed == {0, 1}
