@@ -26,7 +26,13 @@ class Args:
             setattr(self, name, values[name] if name in values else copy.deepcopy(flag.default))
         for name, value in (extras or {}).items():
             setattr(self, name, value)
-        self._meta = {"given": frozenset(values), "extras": tuple(extras or ()), "derived": {}, "driver": driver}
+        self._meta = {
+            "given": frozenset(values),
+            "extras": tuple(extras or ()),
+            "derived": {},
+            "driver": driver,
+            "as_given": dict(values),
+        }
 
     if TYPE_CHECKING:  # flags are set by name
 
@@ -45,8 +51,15 @@ class Args:
         """`train.py` or `train_async.py`; None where no driver was named."""
         return self._meta["driver"]
 
-    def mark_given(self, name: str) -> None:
+    def given_value(self, name: str) -> Any:
+        """What was given for a flag, though another flag may have decided it since; None where nothing was."""
+        return self._meta["as_given"].get(name)
+
+    def set_given(self, name: str, value: Any) -> None:
+        """Set a flag as if the command line had."""
+        setattr(self, name, value)
         self._meta["given"] = self.given | {name}
+        self._meta["as_given"][name] = value
 
     def update(self, values: dict[str, Any], why: str) -> None:
         """Fill in derived values, remembering why."""

@@ -108,6 +108,5 @@ def _set(args: Args, values: Mapping[str, Any], option: str) -> list[str]:
             continue
         if name in args.given and getattr(args, name) != typed:
             logger.info("%s: %s = %r overrides %r", option, name, typed, getattr(args, name))
-        setattr(args, name, typed)
-        args.mark_given(name)
+        args.set_given(name, typed)
     return problems

@@ -36,6 +36,7 @@ class Flag:
         neutral: values, besides the default, that ask for nothing, and so are fine when the owner is off.
         hook: name in `rules/hooks.py` of the signature that the import path must have.
         path: "file" or "dir" when the value is a path that must exist at startup.
+        lenient: given without its owner it is warned about, not refused: public launch commands give it out of habit.
         dead: why the flag never has an effect; kept so that its users are told.
     """
 
@@ -63,6 +64,7 @@ class Flag:
     hook: str | None = None
     path: str | None = None
     dead: str | None = None
+    lenient: bool = False
 
     @property
     def option(self) -> str:
@@ -77,6 +79,8 @@ class Flag:
 
     def is_neutral(self, value: Any) -> bool:
         """Whether `value` asks for nothing: the default, or as good as it."""
+        if self.kind is bool and self.optional and value is False:
+            return True
         return value == self.default or any(value == v for v in self.neutral)
 
 

@@ -12,6 +12,7 @@ from miles.arguments.config_files import apply_custom_config, apply_fsdp_config
 from miles.arguments.extra_flags import add_function_flags
 from miles.arguments.flag import BadValue
 from miles.arguments.parser import ArgumentsError, FlagParser, did_you_mean
+from miles.arguments.passthrough import SERVER_FLAGS, installed_flags
 from miles.arguments.resolve import resolve
 from miles.arguments.rules import check
 from miles.arguments.values import coerce
@@ -74,17 +75,16 @@ def read_command_line(argv: Sequence[str], *, driver: str | None = None) -> Args
 
     Raises: ArgumentsError with every unknown flag and bad value.
     """
-    parser = FlagParser(ALL_FLAGS.values())
+    table = ALL_FLAGS | (installed_flags() if _names_unknown_server_option(argv) else {})
+    parser = FlagParser(table.values())
     problems = add_function_flags(parser, argv)
     namespace, unknown = parser.parse_known_args(list(argv))
     problems += _explain_unknown(unknown, argv, parser)
     values, extras = {}, {}
     for name, value in vars(namespace).items():
-        if name not in ALL_FLAGS:
-            extras[name] = value
-            continue
         try:
-            values[name] = coerce(ALL_FLAGS[name], value)
+            target = values if name in ALL_FLAGS else extras
+            target[name] = coerce(table[name], value) if name in table else value
         except BadValue as error:
             problems.append(str(error))
     if problems:
@@ -92,6 +92,12 @@ def read_command_line(argv: Sequence[str], *, driver: str | None = None) -> Args
     args = Args(values, extras, driver=driver)
     apply_files(args)
     return args
+
+
+def _names_unknown_server_option(argv: Sequence[str]) -> bool:
+    known = {option for flag in SERVER_FLAGS.values() for option in (*flag.options, *flag.off_options)}
+    known |= {flag.option for flag in ALL_FLAGS.values()}
+    return any(w.startswith("--sglang-") and w.split("=", 1)[0] not in known for w in argv)
 
 
 def apply_files(args: Args) -> None:

@@ -48,6 +48,7 @@ def title(system: str) -> str:
     return SYSTEMS[system][0]
 
 
-def missing(system: str, subject: str) -> str:
+def missing(system: str, *subjects: str) -> str:
     """The one message for everything that waits for a system."""
-    return f"{subject} belongs to {title(system)}, which this version does not have yet"
+    verb, drop = ("belongs", "it") if len(subjects) == 1 else ("belong", "them")
+    return f"{', '.join(subjects)} {verb} to {title(system)}, which this version does not have yet: drop {drop}"

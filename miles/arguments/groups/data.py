@@ -24,7 +24,9 @@ class DataArgs:
         None, "Columns of images, audio, video, as JSON.", metavar="JSON", system="multimodal"
     )
     apply_chat_template: bool = flag(False, "Render prompts with the tokenizer's chat template.")
-    apply_chat_template_kwargs: dict = flag({}, "Extra arguments of the chat template, as JSON.", metavar="JSON")
+    apply_chat_template_kwargs: dict = flag(
+        {}, "Extra arguments of the chat template, as JSON.", metavar="JSON", owner="chat-template"
+    )
     chat_template_path: str | None = flag(
         None, "Jinja file to use instead of the tokenizer's chat template.", metavar="FILE", path="file"
     )
@@ -48,10 +50,14 @@ class BatchArgs:
     micro_batch_size: int = flag(1, "Samples that go through the model together.", ge=1)
     use_dynamic_batch_size: bool = flag(False, "Fill micro-batches up to --max-tokens-per-gpu tokens instead.")
     max_tokens_per_gpu: int | None = flag(
-        None, "Most tokens of one micro-batch on one rank.", ge=1, owner="dynamic-batch"
+        None, "Most tokens of one micro-batch on one rank.", ge=1, owner="dynamic-batch", lenient=True
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
-        None, "The same for passes that only score. Unset: --max-tokens-per-gpu.", ge=1, owner="dynamic-batch"
+        None,
+        "The same for passes that only score. Unset: --max-tokens-per-gpu.",
+        ge=1,
+        owner="dynamic-batch",
+        lenient=True,
     )
     balance_data: bool = flag(False, "Give every rank about the same number of tokens.")
     balance_by_flops: bool = flag(False, "Balance by estimated FLOPs instead of tokens.")

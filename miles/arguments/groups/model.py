@@ -24,6 +24,7 @@ class ModelArgs:
         "Reference model for KL, a Hugging Face directory. Unset: --hf-checkpoint.",
         metavar="DIR",
         owner="reference",
+        lenient=True,
     )
     ref_ckpt_step: int | None = flag(
         None, "Iteration of --ref-load to read.", ge=0, system="megatron", owner="megatron"

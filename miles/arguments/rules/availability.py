@@ -1,0 +1,79 @@
+"""Flags that cannot do what they say: their system is not built, their owner is off, or nothing ever read them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from miles.arguments.args import ALL_FLAGS, Args
+from miles.arguments.flag import Flag
+from miles.arguments.owners import OWNERS
+from miles.arguments.rules.rule import RuleSet
+from miles.arguments.systems import missing, works
+
+
+def _asked_for(args: Args) -> Iterator[Flag]:
+    """Flags that were given a value that asks for something."""
+    for name in sorted(args.given):
+        flag = ALL_FLAGS.get(name)
+        if flag is not None and not flag.is_neutral(getattr(args, name)):
+            yield flag
+
+
+def unbuilt(args: Args) -> Iterator[str]:
+    """One message for each system that is asked for and not there."""
+    by_system: dict[str, list[str]] = defaultdict(list)
+    for flag in _asked_for(args):
+        value = getattr(args, flag.name)
+        if not works(flag.system):
+            by_system[flag.system].append(spelled(flag, value))  # type: ignore[index]
+        for item in value if isinstance(value, list) else [value]:
+            system = flag.later.get(item) if isinstance(item, (str, int, float, bool)) else None
+            if not works(system):
+                by_system[system].append(f"{flag.option} {item}")  # type: ignore[index]
+    for system, flags in by_system.items():
+        yield missing(system, *flags)
+
+
+def without_effect(args: Args) -> Iterator[str]:
+    """One message for each owner that is off although its flags are given."""
+    yield from _idle(args, lenient=False)
+
+
+def idle_warnings(args: Args) -> list[str]:
+    """Flags without effect that public launch commands give out of habit: worth a warning."""
+    return list(_idle(args, lenient=True))
+
+
+def _idle(args: Args, lenient: bool) -> Iterator[str]:
+    by_owner: dict[str, list[str]] = defaultdict(list)
+    for flag in _asked_for(args):
+        if flag.owner is None or flag.lenient != lenient or not works(flag.system):
+            continue
+        if not OWNERS[flag.owner].is_on(args):
+            by_owner[flag.owner].append(flag.option)
+    for owner, options in by_owner.items():
+        verb, drop = ("has", "it") if len(options) == 1 else ("have", "them")
+        yield f"{', '.join(options)} {verb} no effect without {OWNERS[owner].turn_on}: set that, or drop {drop}"
+
+
+def dead(args: Args) -> Iterator[str]:
+    for flag in _asked_for(args):
+        if flag.dead is not None:
+            yield f"{flag.option} has no effect ({flag.dead}): drop it"
+
+
+def spelled(flag: Flag, value: object) -> str:
+    """How the flag was given, for messages: option and value, for a bool the option that gives that value."""
+    if flag.kind is bool:
+        options = flag.options if value else flag.off_options
+        return options[0] if options else flag.option
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{flag.option} {text}" if len(text) <= 40 else flag.option
+
+
+RULES = (
+    RuleSet("system-is-built", unbuilt),
+    RuleSet("flag-has-effect", without_effect),
+    RuleSet("flag-is-alive", dead),
+)

@@ -1,0 +1,142 @@
+"""Files that must be there before anything starts: model directories, data, checkpoints, folders to write to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles.arguments.args import FLAGS, Args
+from miles.arguments.resolve import DATA_SOURCE, TRACKER, has_checkpoint
+from miles.arguments.rules.rule import Rule, RuleSet
+
+
+def model_directories(args: Args) -> Iterator[str]:
+    from miles.backends.fsdp_utils.model_dir import ModelDirError, check_model_dir
+
+    if args.hf_checkpoint is None:
+        yield "--hf-checkpoint is required: a Hugging Face model directory"
+        return
+    wanted = [("--hf-checkpoint", args.hf_checkpoint, True)]
+    if (args.use_kl_loss or args.kl_coef != 0) and args.ref_load not in (None, args.hf_checkpoint):
+        wanted.append(("--ref-load", args.ref_load, False))
+    for option, path, needs_tokenizer in wanted:
+        try:
+            check_model_dir(path, option, needs_tokenizer=needs_tokenizer)
+        except ModelDirError as error:
+            yield str(error)
+
+
+def named_files(args: Args) -> Iterator[str]:
+    for name, flag in FLAGS.items():
+        value = getattr(args, name)
+        if flag.path is None or value is None or name == "config" or name not in args.given:
+            continue
+        there = os.path.isfile(value) if flag.path == "file" else os.path.isdir(value)
+        if not there:
+            yield f"{flag.option} {value}: no such {'file' if flag.path == 'file' else 'directory'}"
+
+
+def prompt_files(args: Args) -> Iterator[str]:
+    """Prompt data that the built-in data source would read."""
+    if args.data_source_path != DATA_SOURCE or not args.rollout_global_dataset or args.load_debug_rollout_data:
+        return
+    if args.prompt_data is None:
+        yield "--prompt-data is required: prompts to train on (or --data-source-path, --disable-rollout-global-dataset)"
+        return
+    yield from _missing_data("--prompt-data", args.prompt_data)
+
+
+def _missing_data(option: str, spec: str) -> Iterator[str]:
+    from miles.rollout.dataset import parse_slice, split_paths
+
+    for part in split_paths(spec):
+        path = parse_slice(part)[0]
+        if not os.path.isfile(path):
+            yield f"{option} {path}: no such file"
+
+
+def eval_files(args: Args) -> Iterator[str]:
+    from miles.rollout.eval_config import load_eval_configs
+
+    if args.eval_interval is None or (args.eval_config and args.eval_prompt_data):
+        return
+    try:
+        datasets = load_eval_configs(args)
+    except ValueError as error:
+        yield str(error)
+        return
+    option = "--eval-config" if args.eval_config else "--eval-prompt-data"
+    names = [d.name for d in datasets]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        yield f"{option}: two datasets are called {name}; their metrics would mix"
+    for dataset in datasets:
+        yield from _missing_data(f"{option} {dataset.name}", dataset.path)
+
+
+def chat_template(args: Args) -> Iterator[str]:
+    if not args.apply_chat_template or args.chat_template_path or not args.hf_checkpoint:
+        return
+    directory = Path(args.hf_checkpoint)
+    config = directory / "tokenizer_config.json"
+    if (
+        not config.is_file()
+        or (directory / "chat_template.jinja").is_file()
+        or (directory / "chat_template.json").is_file()
+    ):
+        return
+    try:
+        has_template = "chat_template" in json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield f"--hf-checkpoint {directory}: tokenizer_config.json is not JSON: {error}"
+        return
+    if not has_template:
+        yield (
+            f"--apply-chat-template: the tokenizer in {directory} has no chat template: set --chat-template-path, or drop "
+            "--apply-chat-template and give finished prompts"
+        )
+
+
+def output_folders(args: Args) -> Iterator[str]:
+    outputs = {"--run-dir": args.run_dir, "--save": args.save, "--dump-details": args.dump_details}
+    if args.save_hf:
+        outputs["--save-hf"] = args.save_hf.split("{")[0] or "."
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        existing = Path(path)
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            yield f"{option} {path}: {existing} is a file, so the folder cannot be made"
+        elif not os.access(existing, os.W_OK):
+            yield f"{option} {path}: {existing} is not writable"
+
+
+def checkpoint_to_load(args: Args) -> Iterator[str]:
+    if args.load is None or args.debug_rollout_only or has_checkpoint(args.load):
+        return
+    folder = Path(args.load)
+    if not folder.is_dir():
+        yield f"--load {folder}: no such folder; for a fresh start leave it out, or name the folder of --save"
+    elif (folder / "config.json").is_file():
+        yield f"--load {folder} is a Hugging Face directory, not a folder of checkpoints: pass it as --hf-checkpoint"
+    else:
+        yield f"--load {folder} holds no finished checkpoint ({TRACKER} is missing): leave --load out to start afresh"
+
+
+RULES = (
+    RuleSet("model-directory", model_directories),
+    RuleSet("file-exists", named_files),
+    RuleSet("prompt-data", prompt_files),
+    RuleSet("eval-data", eval_files),
+    RuleSet("chat-template", chat_template),
+    RuleSet("output-folder", output_folders),
+    RuleSet("checkpoint-to-load", checkpoint_to_load),
+    Rule(
+        "save-over-another-run",
+        lambda a: has_checkpoint(a.save) and a.load is None and not a.debug_rollout_only,
+        "--save {save} holds checkpoints of another run: set --load to the same folder to continue it, or choose a new folder",
+    ),
+)

@@ -1,0 +1,181 @@
+"""Modes, drivers, devices, engines, evaluation."""
+
+from __future__ import annotations
+
+import os
+
+from miles.arguments.args import Args
+from miles.arguments.devices import has_gpu
+from miles.arguments.resolve import ROLLOUT_FUNCTION
+from miles.arguments.rules.rule import Rule
+from miles.arguments.systems import missing, works
+
+
+def _engines_run(a: Args) -> bool:
+    return not a.debug_train_only
+
+
+def _actor_gpus(a: Args) -> int:
+    return a.actor_num_nodes * a.actor_num_gpus_per_node
+
+
+def _template_lacks(template: str | None, *names: str) -> bool:
+    return template is not None and not all("{" + name in template for name in names)
+
+
+def _fully_async_conflicts(a: Args) -> list[str]:
+    conflicts = {
+        "the driver train.py (use train_async.py)": a.driver == "train.py",
+        "--rollout-function-path": "rollout_function_path" in a.given,
+        "--colocate": a.colocate,
+        "--partial-rollout": a.partial_rollout,
+        "--pause-generation-mode abort": a.pause_generation_mode == "abort",
+        "--recompute-logprobs-via-prefill": a.recompute_logprobs_via_prefill,
+        "--rollout-all-samples-process-path": a.rollout_all_samples_process_path is not None,
+        "--multi-lora-n-adapters": a.multi_lora_n_adapters > 0,
+    }
+    return [name for name, given in conflicts.items() if given]
+
+
+MODES = (
+    Rule(
+        "one-half-of-a-run",
+        lambda a: a.debug_rollout_only and (a.debug_train_only or a.load_debug_rollout_data is not None),
+        "--debug-rollout-only starts no trainer; --debug-train-only and --load-debug-rollout-data start no engines: drop one of them",
+    ),
+    Rule(
+        "train-only-needs-data",
+        lambda a: (
+            a.debug_train_only and a.load_debug_rollout_data is None and a.rollout_function_path == ROLLOUT_FUNCTION
+        ),
+        "--debug-train-only starts no engines, and the default rollout function needs them: set --load-debug-rollout-data, or a "
+        "--rollout-function-path without engines (for SFT miles.rollout.sft_rollout.generate_rollout)",
+    ),
+    Rule(
+        "train-only-cannot-evaluate",
+        lambda a: a.debug_train_only and a.eval_interval is not None,
+        "--eval-interval needs engines, and --debug-train-only (or --load-debug-rollout-data) starts none: drop one of them",
+    ),
+    Rule(
+        "zero-rollouts-evaluate",
+        lambda a: a.num_rollout == 0 and a.eval_interval is None,
+        "--num-rollout 0 only evaluates: set --eval-interval and --eval-prompt-data, or raise --num-rollout",
+    ),
+    Rule(
+        "sync-driver-updates-every-rollout",
+        lambda a: a.driver == "train.py" and a.update_weights_interval != 1,
+        "--update-weights-interval {update_weights_interval} is read by train_async.py only; train.py updates after every rollout",
+    ),
+    Rule(
+        "async-driver-has-own-devices",
+        lambda a: a.driver == "train_async.py" and a.colocate,
+        "train_async.py generates while it trains, so --colocate cannot work: drop it, or run train.py",
+    ),
+    Rule(
+        "fully-async-alone",
+        lambda a: a.fully_async and _fully_async_conflicts(a),
+        lambda a: f"--fully-async does not go together with {', '.join(_fully_async_conflicts(a))}",
+    ),
+    Rule(
+        "fault-components",
+        lambda a: a.use_fault_tolerance and not a.ft_components,
+        "--use-fault-tolerance watches nothing with an empty --ft-components: leave that out",
+    ),
+)
+
+DEVICES = (
+    Rule(
+        "rollout-devices",
+        lambda a: _engines_run(a) and not a.rollout_num_gpus,
+        "set --rollout-num-gpus: the GPUs (or, without GPUs, the engine ranks) of the engines",
+    ),
+    Rule(
+        "colocated-size",
+        lambda a: a.colocate and "rollout_num_gpus" in a.given and a.given_value("rollout_num_gpus") != _actor_gpus(a),
+        lambda a: (
+            f"--colocate gives the engines the trainer's {_actor_gpus(a)} devices, so --rollout-num-gpus "
+            f"{a.given_value('rollout_num_gpus')} has no effect: drop it, or drop --colocate"
+        ),
+    ),
+    Rule(
+        "colocated-gpus",
+        lambda a: a.colocate and a.train_device == "cuda" and not works("offload"),
+        lambda a: missing("offload", "--colocate on GPUs") + " and set --rollout-num-gpus",
+    ),
+    Rule(
+        "engines-divide",
+        lambda a: (
+            _engines_run(a) and bool(a.rollout_num_gpus) and a.rollout_num_gpus % a.rollout_num_gpus_per_engine != 0
+        ),
+        "--rollout-num-gpus {rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine {rollout_num_gpus_per_engine}",
+    ),
+    Rule(
+        "embedded-engine-size",
+        lambda a: a.rollout_engine == "embedded" and a.rollout_num_gpus_per_engine > 1,
+        "an embedded engine uses one device: set --rollout-num-gpus-per-engine 1 (with --rollout-num-gpus {rollout_num_gpus} there "
+        "are then {rollout_num_gpus} engines)",
+    ),
+    Rule(
+        "gpu-is-there",
+        lambda a: a.train_device == "cuda" and not has_gpu() and not os.environ.get("RAY_ADDRESS"),
+        "--train-device cuda, but torch sees no GPU on this host: set --train-device cpu, or RAY_ADDRESS to a cluster that has GPUs",
+    ),
+)
+
+FILES = (
+    Rule(
+        "sentinel-needs-a-save",
+        lambda a: a.save_trigger_sentinel is not None and not (a.save or a.save_hf),
+        "--save-trigger-sentinel asks for checkpoints: set --save (or --save-hf)",
+    ),
+    Rule(
+        "export-template",
+        lambda a: _template_lacks(a.save_hf, "rollout_id"),
+        "--save-hf {save_hf} must contain {{rollout_id}}, or every export would overwrite the one before",
+    ),
+    Rule(
+        "rollout-data-template",
+        lambda a: _template_lacks(a.save_debug_rollout_data, "rollout_id"),
+        "--save-debug-rollout-data {save_debug_rollout_data} must contain {{rollout_id}}",
+    ),
+    Rule(
+        "trajectory-template",
+        lambda a: _template_lacks(a.save_debug_trajectory_data, "rollout_id"),
+        "--save-debug-trajectory-data {save_debug_trajectory_data} must contain {{rollout_id}}",
+    ),
+    Rule(
+        "train-data-template",
+        lambda a: _template_lacks(a.save_debug_train_data, "rollout_id", "rank"),
+        "--save-debug-train-data {save_debug_train_data} must contain {{rollout_id}} and {{rank}}",
+    ),
+    Rule(
+        "eval-group-rewards",
+        lambda a: a.eval_interval is not None and a.group_rm,
+        "--group-rm scores groups, which evaluation does not have: drop it, or drop --eval-interval",
+    ),
+    Rule(
+        "one-eval-source",
+        lambda a: a.eval_config is not None and a.eval_prompt_data is not None,
+        "--eval-config replaces --eval-prompt-data: give one of them",
+    ),
+    Rule(
+        "eval-needs-data",
+        lambda a: (
+            a.eval_interval is not None
+            and not (
+                a.eval_config
+                or a.eval_prompt_data
+                or "eval_function_path" in a.given
+                or "rollout_function_path" in a.given
+            )
+        ),
+        "--eval-interval needs something to evaluate on: set --eval-prompt-data or --eval-config",
+    ),
+    Rule(
+        "remote-reward-address",
+        lambda a: (a.rm_type or "").removeprefix("boxed_") == "remote_rm" and a.rm_url is None,
+        "--rm-type remote_rm needs --rm-url, the reward server's address",
+    ),
+)
+
+RULES = (*MODES, *DEVICES, *FILES)
