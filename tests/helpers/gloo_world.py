@@ -8,6 +8,7 @@ Functions must be importable (module level). A rank that raises fails the test w
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -77,10 +78,8 @@ class World:
 
     def close(self) -> None:
         for connection, process in zip(self._connections, self._processes, strict=True):
-            try:
+            with contextlib.suppress(OSError):
                 connection.send(None)
-            except OSError:
-                pass
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()

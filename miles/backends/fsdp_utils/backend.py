@@ -125,8 +125,7 @@ class FSDPBackend(TrainBackend):
                         entropies[i] = values
         return log_probs, entropies
 
-    def train(self, shard: TrainShard) -> list[dict[str, float]]:  # type: ignore[override]
-        """Metrics, one dictionary an optimizer step; those of the whole batch are in the last."""
+    def train(self, shard: TrainShard) -> list[dict[str, float]]:
         return self.runner.run(shard, self._score, self.copies)
 
     # ---- weights out ---------------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ class FSDPBackend(TrainBackend):
         wanted = _rollout_dtype(self.args)
         kept = self.actor.checkpoint_dtypes
         with torch.no_grad():
-            yield from iter_hf_tensors(self.actor, lambda name: wanted or kept[name])
+            yield from iter_hf_tensors(self.actor, lambda name: wanted or kept[name], keep=self.is_weight_source)
         self.copies.published()
 
     def export_hf(self, directory: Path) -> None:

@@ -39,13 +39,16 @@ def _only(value: Any) -> torch.Tensor:
     return value[0] if isinstance(value, list) else value
 
 
-def iter_hf_tensors(loaded: LoadedPolicy, dtype_of: Callable[[str], torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) in the order of the model's layers, a tied tensor once. Collective: exhaust it on all ranks.
+def iter_hf_tensors(
+    loaded: LoadedPolicy, dtype_of: Callable[[str], torch.dtype], *, keep: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter and stored buffer, a tied one once. Collective: all ranks exhaust it.
 
     One FSDP group is gathered at a time, unless the model keeps its parameters gathered anyway.
 
     Args:
         dtype_of: parameter name -> the dtype to yield it in.
+        keep: whether this rank uses the values; tensors are empty otherwise.
     """
     policy = loaded.module
     buffers = persistent_buffers(policy)
@@ -61,10 +64,11 @@ def iter_hf_tensors(loaded: LoadedPolicy, dtype_of: Callable[[str], torch.dtype]
             value = (policy.get_buffer if name in buffers else policy.get_parameter)(name).detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
             name = name.removeprefix(_PREFIX)
-            tensors[name] = value.to(dtype_of(name))
-        yield from to_checkpoint_names(policy.hf, tensors).items()
+            tensors[name] = value.to(dtype_of(name), copy=keep and gathered and not loaded.whole)
         if gathered and not loaded.whole:
-            module.reshard()
+            module.reshard()  # frees the gathered storage: what is yielded are copies
+        for name, tensor in to_checkpoint_names(policy.hf, tensors).items():
+            yield name, tensor if keep else tensor.new_empty(0)
 
 
 def _own_tensors(policy: nn.Module, module: nn.Module, buffers: dict[str, torch.Tensor]) -> list[str]:
@@ -141,7 +145,7 @@ def write_hf_directory(
             writer = SafetensorsWriter(temporary)
         except OSError as error:
             failure = error
-    for name, tensor in iter_hf_tensors(loaded, dtype_of):
+    for name, tensor in iter_hf_tensors(loaded, dtype_of, keep=writes):
         if writer is not None and failure is None:
             try:
                 writer.add(name, tensor)

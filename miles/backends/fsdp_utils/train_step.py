@@ -131,15 +131,7 @@ class StepRunner:
     # ---- one optimizer step --------------------------------------------------------------------------------------
 
     def _step(self, shard: TrainShard, index: int, step: StepPlan, old_is_current: bool) -> dict[str, float]:
-        metrics = StepMetrics()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.actor.module.train()
-        for i, indices in enumerate(step.micro_batches):
-            self._sync_gradients(last=i == len(step.micro_batches) - 1)
-            objective = self._objective(shard, indices, step, old_is_current)
-            (objective.loss * self.loss_scale).backward()
-            metrics.merge(objective.metrics)
-        self._unscale()
+        metrics = self.accumulate_gradients(shard, step, old_is_current=old_is_current)
         grad_norm = clip_gradients(self.params, float(getattr(self.args, "clip_grad", 1.0)), self.shard_group)
         values = metrics.reduce(all_gather_vector)
         values |= self.schedule.metrics() | {"train/grad_norm": grad_norm}
@@ -148,6 +140,25 @@ class StepRunner:
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return values
+
+    def accumulate_gradients(self, shard: TrainShard, step: StepPlan, *, old_is_current: bool) -> StepMetrics:
+        """Forward and backward over a step's micro-batches.
+
+        Leaves in each parameter's `grad` this rank's shard of the step's whole gradient, summed over ranks. Returns the
+        rank's contributions to the metrics.
+        """
+        metrics = StepMetrics()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.actor.module.train()
+        for i, indices in enumerate(step.micro_batches):
+            self._sync_gradients(last=i == len(step.micro_batches) - 1)
+            objective = self._objective(shard, indices, step, old_is_current)
+            (objective.loss * self.loss_scale).backward()
+            metrics.merge(objective.metrics)
+        reshard(self.actor.module)
+        if self.loss_scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self.params if p.grad is not None], 1.0 / self.loss_scale)
+        return metrics
 
     def _objective(self, shard: TrainShard, indices: list[int], step: StepPlan, old_is_current: bool) -> Objective:
         args, kind = self.args, getattr(self.args, "loss_type", "policy_loss")
@@ -171,11 +182,6 @@ class StepRunner:
             module.set_requires_gradient_sync(last)
             if self.actor.whole:
                 module.set_reshard_after_backward(last)
-
-    def _unscale(self) -> None:
-        reshard(self.actor.module)
-        if self.loss_scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self.params if p.grad is not None], 1.0 / self.loss_scale)
 
     # ---- times ---------------------------------------------------------------------------------------------------
 

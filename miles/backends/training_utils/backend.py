@@ -75,8 +75,12 @@ class TrainBackend(ABC):
         """
 
     @abstractmethod
-    def train(self, shard: TrainShard) -> dict[str, float]:
-        """Run the shard's optimizer steps. Collective. Returns metrics, reduced over ranks: the same on every rank."""
+    def train(self, shard: TrainShard) -> list[dict[str, float]]:
+        """Run the shard's optimizer steps. Collective.
+
+        Returns: metrics, one dictionary an optimizer step, reduced over ranks: the same on every rank. What concerns the
+            whole batch (`rollout/`, `perf/`) is in the last.
+        """
 
     @abstractmethod
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
