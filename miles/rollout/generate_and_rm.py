@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from miles.rollout.base_types import GenerateFnInput
@@ -83,49 +83,57 @@ def _adopt(source: Sample, result: Execution) -> Execution:
 
 
 async def _score(state: GenerateState, result: Execution) -> None:
+    """Score what one execution gave, if all of it is finished: one sample alone, several in one call."""
     samples = flatten([result])
-    if any(s.status not in FINAL for s in samples):
+    missing = [s for s in samples if s.reward is None]
+    if not missing or any(s.status not in FINAL for s in samples):
         return
-    attempts = _attempts(state)
-    for sample in samples:
-        if sample.reward is None:
-            await _score_one(state.args, sample, attempts)
+    if isinstance(result, Sample):
+        await _ask_for_rewards(state, missing, lambda: _one(state.args, result))
+    else:
+        await _ask_for_rewards(state, missing, lambda: batched_async_rm(state.args, missing))
 
 
-async def _score_one(args: Any, sample: Sample, attempts: int) -> None:
-    """Score, again when scoring fails: the response stays, only the reward is asked for once more."""
-    problem = ("reward_none", f"sample {sample.index}: the reward function returned None")
-    for attempt in range(attempts):
-        try:
-            sample.reward = await async_rm(args, sample)
-            if sample.reward is not None:
-                return
-        except Exception as error:
-            logger.debug("sample %s: reward failed (attempt %d)", sample.index, attempt + 1, exc_info=True)
-            problem = (failure_category(error, "reward_error"), f"sample {sample.index}: {_text(error)}")
-            if is_permanent(error):
-                break
-    sample.fail(*problem, permanent=True)  # generating again would not help the reward function
-
-
-async def _score_group(args: Any, group: list[Execution]) -> None:
-    """Score a whole group at once (`--group-rm`); only when every sample of it is finished."""
+async def _score_group(state: GenerateState, group: list[Execution]) -> None:
+    """Score a whole group in one call (`--group-rm`), if every sample of it is finished."""
     samples = flatten(group)
     if any(s.status not in FINAL for s in samples) or all(s.reward is not None for s in samples):
         return
-    problem: tuple[str, str] | None = None
-    try:
-        rewards = await batched_async_rm(args, samples)
-        if len(rewards) != len(samples):
-            problem = ("reward_error", f"the group reward returned {len(rewards)} rewards for {len(samples)} samples")
-    except Exception as error:
-        logger.debug("group reward failed", exc_info=True)
-        problem = (failure_category(error, "reward_error"), _text(error))
-    for i, sample in enumerate(samples):
-        sample.reward = None if problem else rewards[i]
+    await _ask_for_rewards(state, samples, lambda: batched_async_rm(state.args, samples))
+
+
+async def _one(args: Any, sample: Sample) -> list[Any]:
+    return [await async_rm(args, sample)]
+
+
+async def _ask_for_rewards(
+    state: GenerateState, samples: list[Sample], ask: Callable[[], Awaitable[Sequence[Any]]]
+) -> None:
+    """Set the rewards that `ask` gives; ask again when that fails. The responses stay: only the reward is in question.
+
+    What has no reward in the end is FAILED, for good: generating again would not help the reward function.
+    """
+    problem = ("reward_none", "the reward function returned None")
+    for attempt in range(_attempts(state)):
+        if attempt:
+            await asyncio.sleep(_RETRY_PAUSE_S * attempt)
+        try:
+            rewards = await ask()
+            if len(rewards) != len(samples):
+                raise ValueError(f"the reward function returned {len(rewards)} rewards for {len(samples)} samples")
+        except Exception as error:
+            logger.debug("reward of sample %s failed", samples[0].index, exc_info=True)
+            problem = (failure_category(error, "reward_error"), _text(error))
+            if is_permanent(error):
+                break
+            continue
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.reward = reward
+        if all(reward is not None for reward in rewards):
+            return
+    for sample in samples:
         if sample.reward is None:
-            category, message = problem or ("reward_none", "the group reward function returned None")
-            sample.fail(category, f"sample {sample.index}: {message}")
+            sample.fail(problem[0], f"sample {sample.index}: {problem[1]}", permanent=True)
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -201,5 +209,5 @@ async def generate_and_rm_group(
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     if getattr(state.args, "group_rm", False):
-        await _score_group(state.args, results)
+        await _score_group(state, results)
     return results

@@ -262,15 +262,23 @@ async def test_a_group_reward_sees_the_whole_group_once(run_args):
     assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0]] * 4
 
 
-async def test_executions_that_fan_out_share_one_rollout_id(run_args):
+async def test_executions_that_fan_out_share_one_rollout_id_and_one_reward_call(run_args):
     import copy
+
+    async def reward(args, samples, **kwargs):
+        assert [s.rollout_id for s in samples] == [samples[0].index] * 2
+        return [1.0] * len(samples)
+
+    register_function("test.list_reward", reward)
 
     async def split(args, sample, sampling_params):
         sample.tokens, sample.response_length, sample.status = [1, 2, 3], 2, SampleStatus.COMPLETED
         return [copy.deepcopy(sample), copy.deepcopy(sample)]
 
     register_function("test.split", split)
-    function, _ = build(run_args(custom_generate_function_path="test.split"), FakePool())
+    function, _ = build(
+        run_args(custom_generate_function_path="test.split", custom_rm_path="test.list_reward"), FakePool()
+    )
     output = await rollout(function)
     execution = output.samples[1][0]
     assert len(execution) == 2
