@@ -67,10 +67,9 @@ def _append_answer(input: GenerateFnInput, answer: dict[str, Any]) -> None:
     sample, meta = input.sample, answer["meta_info"]
     token_ids, log_probs = answer_tokens(sample, answer)
     fresh = sample.response_length == 0
-    known_rows = max(len(sample.tokens) - 1, 0)
     sample.append_response(token_ids, log_probs=log_probs, trainable=True, spans=version_spans(meta, len(token_ids)))
     if "routed_experts" in meta:
-        _append_routes(input, meta["routed_experts"], known_rows)
+        _append_routes(input, meta["routed_experts"])
     sample.response = answer["text"] if fresh and "text" in answer else decode_response(input, sample)
     sample.update_from_meta_info(input.args, meta)
 
@@ -122,7 +121,7 @@ def version_spans(meta: dict[str, Any], count: int) -> list[VersionSpan]:
     return spans
 
 
-def _append_routes(input: GenerateFnInput, encoded: str, known_rows: int) -> None:
+def _append_routes(input: GenerateFnInput, encoded: str) -> None:
     """Decode `[tokens - 1, layers, topk]`; rows of earlier calls stay as they were when their tokens were sampled."""
     sample = input.sample
     flat = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
@@ -135,4 +134,4 @@ def _append_routes(input: GenerateFnInput, encoded: str, known_rows: int) -> Non
         )
     routes = flat.reshape(rows, layers, topk)
     old = sample.rollout_routed_experts
-    sample.rollout_routed_experts = routes if old is None else np.concatenate([old[:known_rows], routes[known_rows:]])
+    sample.rollout_routed_experts = routes if old is None else np.concatenate([old, routes[len(old) :]])

@@ -1,0 +1,1 @@
+"""Parts of multi-turn generation: tool calls out of text, tool results into tokens."""
