@@ -148,11 +148,12 @@ class WeightUpdater:
             sending.error = WeightTransferError(text, touched)
 
     def _raise_together(self, error: WeightTransferError | None) -> None:
-        verdicts = _gather(None if error is None else (str(error), error.touched))
-        failed = [(rank, *verdict) for rank, verdict in enumerate(verdicts) if verdict is not None]
+        # A source that did well has touched its engines too: without the others' part, they hold no whole version.
+        touched = error.touched if error is not None else getattr(self._transport, "touched", frozenset())
+        verdicts = _gather((None if error is None else str(error), touched))
+        failed = [f"trainer rank {rank}: {text}" for rank, (text, _) in enumerate(verdicts) if text is not None]
         if failed:
-            text = "; ".join(f"trainer rank {rank}: {message}" for rank, message, _ in failed)
-            raise WeightTransferError(text, frozenset().union(*(touched for _, _, touched in failed)))
+            raise WeightTransferError("; ".join(failed), frozenset().union(*(t for _, t in verdicts)))
 
     def _report(self, version: int, sending: _Sending, transfer_s: float) -> TransferReport | None:
         assert self._sources is not None
