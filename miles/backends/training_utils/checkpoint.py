@@ -109,6 +109,9 @@ class CheckpointStore:
         Raises: CheckpointError listing what is missing, and the ids that exist.
         """
         path = self.path(rollout_id)
+        replaced = path.with_name(f".{path.name}.replaced")
+        if not path.is_dir() and replaced.is_dir():
+            replaced.rename(path)  # a save of the same id died after it had moved the older one aside
         if not path.is_dir():
             raise CheckpointError(f"no checkpoint {rollout_id} in {self.root}; it has {self.iterations() or 'none'}")
         try:
@@ -163,6 +166,12 @@ def resolve_load(load: str | Path | None, ckpt_step: int | None = None) -> tuple
         step = found
     store.verify(step)
     return store, step
+
+
+def read_resume_state(load: str | Path | None, ckpt_step: int | None = None) -> dict[str, Any] | None:
+    """The driver state of the checkpoint that `resolve_load` finds; None for a fresh run."""
+    found = resolve_load(load, ckpt_step)
+    return None if found is None else found[0].read_driver_state(found[1])
 
 
 def _sizes(directory: Path) -> dict[str, int]:
