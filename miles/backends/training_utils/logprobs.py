@@ -128,7 +128,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if to_hidden is not None:
                 to_hidden[part] = grad if weight is None else grad @ weight
             if to_weight is not None:
-                to_weight += grad.T @ rows
+                if rows.dtype == to_weight.dtype:
+                    to_weight.addmm_(grad.T, rows)
+                else:
+                    to_weight += grad.T @ rows
             if to_bias is not None:
                 to_bias += grad.sum(0, dtype=torch.float32)
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
@@ -147,11 +150,11 @@ def _logit_gradient(
 ) -> Tensor:
     """d(log p_target)/dz = 1[target] - p, and dH/dz = -p (log p + H), each weighted by its row's gradient."""
     log_p = logits - log_z[:, None]
+    if of_entropy is None:
+        out = log_p.exp_().mul_(-grad[:, None])
+        return out.scatter_add_(-1, targets[:, None], grad[:, None])
+    grad_entropy, entropy = of_entropy
     p = log_p.exp()
-    out = p * -grad[:, None]
-    out.scatter_add_(-1, targets[:, None], grad[:, None])
-    if of_entropy is not None:
-        grad_entropy, entropy = of_entropy
-        terms = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
-        out.addcmul_(terms, -grad_entropy[:, None])
-    return out
+    terms = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
+    out = p.mul_(-grad[:, None]).addcmul_(terms, -grad_entropy[:, None])
+    return out.scatter_add_(-1, targets[:, None], grad[:, None])

@@ -10,6 +10,7 @@ own slice and sums nothing; the objective then sees the same on each of its rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.columns import MicroBatch
-from miles.backends.training_utils.loss_hub.corrections import vanilla_tis_function
+from miles.backends.training_utils.loss_hub.corrections import HookParallelState, vanilla_tis_function
 from miles.backends.training_utils.loss_hub.kl import compute_approx_kl, importance_ratio
 from miles.backends.training_utils.loss_hub.opsm import opsm_keep
 from miles.backends.training_utils.loss_hub.policy_loss import ratio_of
@@ -106,6 +107,9 @@ def policy_objective(
     loss = loss + _entropy_term(args, batch, entropy, metrics, norm)
     loss = loss + _kl_term(args, batch, log_probs, old, valid, metrics, norm)
     metrics.add("train/loss", loss)
+    distilled = batch.flat("opd_reverse_kl")
+    if distilled is not None:
+        metrics.add("train/opd_reverse_kl", batch.reducer(distilled) / norm)
     add_mismatch_metrics(batch, trainer, metrics, norm)
     add_contract_metrics(batch, metrics)
     return Objective(loss, metrics)
@@ -194,20 +198,30 @@ def _correct(
         return None if flat is None else batch.split(torch.where(valid, flat, 0.0))
 
     corrected, masks, values = function(
-        args,
+        args=args,
         pg_loss=loss_tokens,
         train_log_probs=lists(trainer),
         rollout_log_probs=lists(rollout),
         loss_masks=batch.loss_masks,
         total_lengths=batch.total_lengths,
         response_lengths=batch.response_lengths,
-        parallel_state=None,
+        parallel_state=HookParallelState(),
         max_seq_lens=None,
     )
     metrics.add("train/ois", batch.reducer(ratio_of(log_ratio.detach())) / norm)
     for name, value in values.items():
         metrics.add(f"train/{name}", batch.reducer(value.detach()) / norm)
+    _check_masks(args, batch, masks)
     return (corrected, list(masks)) if used else (loss_tokens, batch.loss_masks)
+
+
+def _check_masks(args: Any, batch: MicroBatch, masks: Sequence[Tensor]) -> None:
+    lengths = [len(m) for m in masks]
+    if lengths != batch.response_lengths:
+        raise ValueError(
+            f"--custom-tis-function-path {args.custom_tis_function_path} returned loss masks of {lengths} tokens for "
+            f"responses of {batch.response_lengths}"
+        )
 
 
 def _entropy_term(

@@ -29,12 +29,19 @@ def plan_scoring(args: Any, shard: TrainShard, *, deterministic_forward: bool = 
             old log-probs are always scored.
     Raises: ValueError where `--skip-actor-forward-only` meets a batch that it cannot be true for.
     """
-    if getattr(args, "loss_type", "policy_loss") != "policy_loss":
+    loss_type = getattr(args, "loss_type", "policy_loss")
+    if loss_type == "sft_loss" or not getattr(args, "compute_advantages_and_returns", True):
         return ScoringPlan(False, False, False)
     if getattr(args, "skip_actor_forward_only", False):
         _check_skippable(args, shard, deterministic_forward)
     shaped = bool(getattr(args, "kl_coef", 0.0)) or bool(getattr(args, "use_opd", False))
-    single = len(shard.steps) == 1 and deterministic_forward and not getattr(args, "keep_old_actor", False)
+    # A custom loss finds log_probs in its batch, as if there were several steps.
+    single = (
+        loss_type == "policy_loss"
+        and len(shard.steps) == 1
+        and deterministic_forward
+        and not getattr(args, "keep_old_actor", False)
+    )
     brought = "log_probs" in shard.columns
     skip = single and not shaped and not brought
     reference = bool(getattr(args, "use_kl_loss", False)) or bool(getattr(args, "kl_coef", 0.0))

@@ -126,6 +126,20 @@ def test_rollout_metrics_do_not_depend_on_ranks_and_ignore_fillers(per_token):
     assert one["rollout/log_probs"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_correct_samples_apart():
+    columns = make_columns(5, siblings=False)
+    columns["raw_reward"] = [1.0, 0.0, 1.0, 0.0, 0.5]
+    args = make_args(global_batch_size=5, log_correct_samples=True)
+    plan = plan_batches(columns, TrainParallelConfig(2), args)
+    got = reduce_over([rollout_data_metrics(args, shard) for shard in split_train_data(columns, plan, 0)])
+    assert got["rollout/correct_response_lengths"] == sum(columns["response_lengths"][i] for i in (0, 2)) / 2
+    means = []
+    for i in (0, 2):
+        kept = [v for v, m in zip(columns["log_probs"][i], columns["loss_masks"][i], strict=True) if m]
+        means.append(sum(kept) / len(kept))
+    assert got["rollout/correct_log_probs"] == pytest.approx(sum(means) / 2, rel=1e-6)
+
+
 # ---- scoring ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +158,8 @@ def shard_of(steps, **columns):
         (1, dict(keep_old_actor=True), (True, False, False)),
         (1, dict(skip_actor_forward_only=True), (False, False, True)),
         (1, dict(loss_type="sft_loss"), (False, False, False)),
+        (1, dict(loss_type="custom_loss"), (True, False, False)),
+        (2, dict(loss_type="custom_loss", compute_advantages_and_returns=False), (False, False, False)),
     ],
 )
 def test_passes_before_training(steps, changes, expected):

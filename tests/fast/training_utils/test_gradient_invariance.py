@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.fast.training_utils.toy import ToyModel, make_args, make_columns, num_rollouts, run_step
 
@@ -52,6 +54,32 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(variant):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
         assert metrics.keys() == whole_metrics.keys()
         assert metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-6), name
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    count=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    dp=st.integers(1, 4),
+    cap=st.integers(8, 60),
+    siblings=st.booleans(),
+    per_token=st.booleans(),
+    estimator=st.sampled_from(["grpo", "gspo", "cispo"]),
+)
+def test_any_batch_under_any_split(count, seed, dp, cap, siblings, per_token, estimator):
+    columns = make_columns(count, siblings=siblings, seed=seed)
+    base = dict(
+        global_batch_size=num_rollouts(columns),
+        calculate_per_token_loss=per_token,
+        advantage_estimator=estimator,
+        use_tis=True,
+    )
+    whole, whole_metrics = run_step(make_args(**base, micro_batch_size=count), columns)
+    split = make_args(**base, use_dynamic_batch_size=True, max_tokens_per_gpu=cap, balance_data=True)
+    grads, metrics = run_step(split, columns, dp=dp, pad_multiple=4)
+    for a, b in zip(whole, grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    assert metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
 
 
 def test_the_default_loss_is_a_mean_over_rollouts_of_token_means():

@@ -243,6 +243,13 @@ def test_ppo_kl_and_ess_written_out():
     assert metrics["train/ess_ratio"] == pytest.approx(sum(ess) / 3, rel=1e-5)
 
 
+def test_distillation_is_reported():
+    _, _, metrics = evaluate(make_args(), columns_=columns(opd_reverse_kl=[[1.0, NAN, 3.0], [0.5, 0.5], [2.0]]))
+    assert metrics["train/opd_reverse_kl"] == pytest.approx(
+        slow_reduce(make_args(), [[1.0, 0, 3.0], [0.5, 0.5], [2.0]])
+    )
+
+
 # ---- corrections ------------------------------------------------------------------------------------------------------
 
 ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
@@ -296,6 +303,30 @@ def test_mismatch_metrics_alone_leave_the_loss_as_it_is():
     watched = evaluate(make_args(get_mismatch_metrics=True, custom_tis_function_path="tests.double"))
     assert watched[0] == plain[0] and torch.equal(watched[1], plain[1])
     assert "train/tis" in watched[2] and "train/tis" not in plain[2]
+
+
+def test_a_hook_may_take_everything_by_keyword_and_sees_whole_responses():
+    def hook(**kwargs):
+        assert set(kwargs) == {"args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"} | {
+            "total_lengths",
+            "response_lengths",
+            "parallel_state",
+            "max_seq_lens",
+        }
+        assert kwargs["parallel_state"].cp.size == 1
+        return kwargs["pg_loss"], kwargs["loss_masks"], {}
+
+    register_function("tests.hook", hook)
+    evaluate(make_args(use_tis=True, custom_tis_function_path="tests.hook"))
+
+
+def test_masks_of_another_length_are_refused():
+    def short(args, *, pg_loss, loss_masks, **kwargs):
+        return pg_loss, [m[:1] for m in loss_masks], {}
+
+    register_function("tests.short", short)
+    with pytest.raises(ValueError, match=r"tests.short returned loss masks of \[1, 1, 1\] tokens"):
+        evaluate(make_args(use_tis=True, custom_tis_function_path="tests.short"))
 
 
 @pytest.mark.parametrize(("column", "side"), [("rollout_log_probs", "engine's")])

@@ -80,6 +80,8 @@ def make_args(**changes: Any) -> SimpleNamespace:
             "reward_key",
             "log_probs_chunk_size",
             "keep_old_actor",
+            "log_correct_samples",
+            "compute_advantages_and_returns",
         }
     )
     assert not unknown, unknown

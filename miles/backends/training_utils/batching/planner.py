@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from miles.backends.training_utils.backend import TrainData, TrainParallelConfig
 from miles.backends.training_utils.batching.bins import (
     balanced_bins_under_cap,
@@ -92,7 +94,7 @@ def plan_batches(train_data: TrainData, parallel: TrainParallelConfig, args: Any
         members = rollouts[start : start + size]
         start += size
         samples = [index for rollout in members for index in rollout]
-        tokens = sum(int(sum(train_data["loss_masks"][index])) for index in samples)
+        tokens = sum(int(np.asarray(train_data["loss_masks"][index]).sum()) for index in samples)
         ranks = _plan_step(samples, lengths, weights, cap, parallel, args)
         steps.append(PlannedStep(ranks, len(members), tokens))
     dropped = [index for rollout in rollouts[start:] for index in rollout]

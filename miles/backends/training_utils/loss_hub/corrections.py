@@ -3,10 +3,11 @@
 m = p_trainer / p_engine, per sampled token, with the trainer's weights before the update. A correction multiplies the
 policy loss by f(m). A hook replaces the built-in by `--custom-tis-function-path`:
 
-    f(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)
-        -> (pg_loss, loss_masks, metrics)
+    f(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths,
+      parallel_state, max_seq_lens) -> (pg_loss, loss_masks, metrics)
 
-Log-probs and masks are lists with one tensor a sample; `pg_loss` and every metric are flat, `[R]`. Tokens that the
+All are passed by keyword. `parallel_state.cp` has rank 0 and size 1 and `max_seq_lens` is None, whatever the trainer's
+layout: a hook sees whole responses. Log-probs and masks are lists with one tensor a sample; `pg_loss` and every metric are flat, `[R]`. Tokens that the
 returned masks have lost leave the numerator of the loss; the denominators stay.
 Source: Miles v0.1 article, section 4.2.
 """
@@ -14,10 +15,28 @@ Source: Miles v0.1 article, section 4.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """A process group as a hook sees it."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class HookParallelState:
+    """The layout as a hook sees it: responses are not sharded."""
+
+    cp: GroupView = GroupView()
+    tp: GroupView = GroupView()
+
 
 CorrectionResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
