@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -60,7 +61,7 @@ def _explain(error: Exception) -> str:
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):
-        return f"miles: {error}"
+        return "miles: " + re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     if type(error).__module__.startswith("miles."):
         return f"miles: {type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error))

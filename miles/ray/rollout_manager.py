@@ -121,7 +121,8 @@ class RolloutManager:
         return RolloutBatch(rollout_id, refs, [s.index for s in samples], metrics)
 
     def _shard(self, rollout_id: int, samples: list, metadata: dict[str, Any]) -> list[Any]:
-        from miles.backends.training_utils.batching.planner import plan_batches, split_train_data
+        from miles.backends.training_utils.batching.planner import plan_batches
+        from miles.backends.training_utils.batching.shards import split_train_data
         from miles.rollout.train_data import convert_samples_to_train_data
 
         if self.parallel is None:
