@@ -11,7 +11,7 @@ from miles.arguments.groups import GROUPS
 from miles.arguments.passthrough import SERVER_FLAGS
 
 FLAGS: dict[str, Flag] = {f.name: f for cls in GROUPS for f in read_group(cls)}
-ALL_FLAGS: dict[str, Flag] = FLAGS | SERVER_FLAGS
+ALL_FLAGS: dict[str, Flag] = FLAGS | {n: f for n, f in SERVER_FLAGS.items() if n not in FLAGS}
 
 
 class Args:

@@ -89,12 +89,13 @@ def apply_fsdp_config(args: Args) -> list[str]:
         mapping = read_mapping(args.config, "--config")
     except ConfigFileError as error:
         return [str(error)]
-    allowed = {n: f for n, f in FLAGS.items() if f.owner == "fsdp" or f.group in _FSDP_GROUPS}
+    allowed = {n: f for n, f in FLAGS.items() if f.owner == "fsdp" or f.group in _FSDP_GROUPS or n in _FSDP_NAMES}
     problems = [f"--config: {key} is no FSDP flag{did_you_mean(key, allowed)}" for key in mapping if key not in allowed]
     known = {k: v for k, v in mapping.items() if k in allowed and k not in args.given}
     return problems + _set(args, known, "--config")
 
 
+_FSDP_NAMES = ("deterministic_mode", "context_parallel_size", "wandb_project", "wandb_run_name", "tensorboard_dir")
 _FSDP_GROUPS = ("Optimizer and schedule", "Precision")
 
 

@@ -223,7 +223,6 @@ STEPS = (
     Resolve("--rollout-batch-size", lambda a: _unset(a, over_sampling_batch_size=a.rollout_batch_size)),
     Resolve("--rollout-max-context-len minus one token to generate", _prompt_len),
     Resolve("--eps-clip", lambda a: _unset(a, eps_clip_high=a.eps_clip)),
-    Resolve("--max-tokens-per-gpu", lambda a: _unset(a, log_probs_max_tokens_per_gpu=a.max_tokens_per_gpu)),
     Resolve(
         "--tensor-model-parallel-size", lambda a: _unset(a, expert_tensor_parallel_size=a.tensor_model_parallel_size)
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 SYSTEMS: dict[str, tuple[str, bool]] = {
     # name: (what messages call it, whether it works)
     "sglang": ("the SGLang engine", False),
+    "placement": ("the choice of nodes and collectives", False),
     "engine-topology": ("the engine topology (external engines, prefill/decode split, per-model groups)", False),
     "multi-rank-engine": ("engines that span several GPUs", False),
     "megatron": ("the Megatron trainer", False),
@@ -30,6 +31,7 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "prometheus": ("the Prometheus sink", False),
     "ft-trainer": ("the fault-tolerant trainer", False),
     "dumper": ("the tensor dumper", False),
+    "recorded-checks": ("comparisons with recorded runs", False),
     "profiling": ("profiles and memory snapshots of the trainer", False),
     "mooncake-store": ("the Mooncake object store", False),
     "multimodal": ("multimodal prompts", False),

@@ -23,7 +23,9 @@ class BackendArgs:
         False, "Only deterministic kernels in the trainer. CPU runs are deterministic without it."
     )
     recompute_loss_function: bool = flag(
-        False, "Checkpoint the loss: compute it again in backward instead of keeping its intermediates."
+        False,
+        "Checkpoint the loss: compute it again in backward instead of keeping its intermediates.",
+        system="megatron",
     )
     log_probs_chunk_size: int = flag(
         -1, "Rows of logits held at once when log-probs are computed; -1 lets the backend choose.", ge=-1
@@ -36,6 +38,7 @@ class BackendArgs:
         None,
         "Peak TFLOP/s of one device, the denominator of MFU. Unset: MFU is reported where the device is known.",
         gt=0,
+        system="megatron",
     )
     true_on_policy_mode: bool = flag(
         False,

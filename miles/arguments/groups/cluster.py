@@ -16,7 +16,9 @@ class ClusterArgs:
         None, "GPUs (without GPUs: engine ranks) for all engines together. Colocated runs use the trainer's.", ge=0
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine: its tensor-parallel size.", ge=1)
-    num_gpus_per_node: int = flag(8, "GPUs on a node, for placing engines that span nodes.", ge=1)
+    num_gpus_per_node: int = flag(
+        8, "GPUs on a node, for placing engines that span nodes.", ge=1, owner="sglang", lenient=True
+    )
     train_device: str | None = flag(
         None,
         "Where the trainer computes. Unset: cuda if this host has a usable GPU, otherwise cpu.",
@@ -24,13 +26,18 @@ class ClusterArgs:
     )
     colocate: bool = flag(False, "Trainer and engines share devices and take turns, instead of having their own.")
     distributed_backend: str = flag(
-        "nccl", "torch.distributed backend of GPU trainers; ranks on CPUs always use gloo.", choices=("nccl", "gloo")
+        "nccl",
+        "torch.distributed backend of GPU trainers; ranks on CPUs always use gloo.",
+        choices=("nccl", "gloo"),
+        later={"gloo": "placement"},
     )
     distributed_timeout_minutes: int = flag(10, "Longest wait of one collective of the trainer group.", ge=1)
     cluster_wait_timeout: float = flag(60.0, "Seconds to wait for the Ray cluster to have what the run needs.", gt=0)
     train_env_vars: dict = flag({}, "Environment variables of the trainer processes, as a JSON object.", metavar="JSON")
     pin_rollout_manager_to_head: bool = flag(
-        False, "Run the rollout manager on the Ray head node (for clusters whose workers come and go)."
+        False,
+        "Run the rollout manager on the Ray head node (for clusters whose workers come and go).",
+        system="placement",
     )
 
 

@@ -53,11 +53,7 @@ class BatchArgs:
         None, "Most tokens of one micro-batch on one rank.", ge=1, owner="dynamic-batch", lenient=True
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
-        None,
-        "The same for passes that only score. Unset: --max-tokens-per-gpu.",
-        ge=1,
-        owner="dynamic-batch",
-        lenient=True,
+        None, "Nothing.", ge=1, dead="scoring passes take the micro-batches of training"
     )
     balance_data: bool = flag(False, "Give every rank about the same number of tokens.")
     balance_by_flops: bool = flag(False, "Balance by estimated FLOPs instead of tokens.")
@@ -65,10 +61,13 @@ class BatchArgs:
     use_dynamic_global_batch_size: bool = flag(False, "Let the number of samples that arrived decide the step size.")
     rollout_trim_samples: bool = flag(
         True,
-        "Keep samples that do not fill a whole step instead of dropping them.",
+        "Nothing.",
         off="--disable-rollout-trim-samples",
+        dead="samples are never trimmed: a batch that does not fill whole steps is an error unless --allow-partial-train-step",
     )
-    data_pad_size_multiplier: int = flag(128, "Packed rows are padded to a multiple of this.", ge=1)
+    data_pad_size_multiplier: int = flag(
+        128, "Packed rows are padded to a multiple of this.", ge=1, owner="megatron", lenient=True
+    )
     padded_vocab_size: int | None = flag(
         None, "Vocabulary size after padding.", ge=1, owner="megatron", system="megatron"
     )

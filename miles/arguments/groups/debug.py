@@ -36,25 +36,39 @@ class DebugArgs:
 @group("Checks inside a run")
 class CiArgs:
     ci_test: bool = flag(False, "Turn on the checks that CI runs make, weight equality among them.")
-    ci_disable_kl_checker: bool = flag(False, "Without: KL is 0 in the first step.", owner="ci-test")
-    ci_disable_logprobs_checker: bool = flag(False, "Without: log-probs agree in the first step.", owner="ci-test")
+    ci_disable_kl_checker: bool = flag(False, "Nothing.", dead="no run checks this; the metrics show it")
+    ci_disable_logprobs_checker: bool = flag(False, "Nothing.", dead="no run checks this; the metrics show it")
     ci_disable_weight_update_checker: bool = flag(False, "Without: --check-weight-update-equal.", owner="ci-test")
-    ci_metric_checker_key: str | None = flag(None, "Metric that must reach a value.", system="dumper")
-    ci_metric_checker_threshold: float | None = flag(None, "The value.", system="dumper")
-    ci_save_grad_norm: str | None = flag(None, "Write gradient norms; a template.", metavar="TEMPLATE", system="dumper")
-    ci_load_grad_norm: str | None = flag(
-        None, "Compare gradient norms with these.", metavar="TEMPLATE", system="dumper"
+    ci_metric_checker_key: str | None = flag(None, "Metric that must reach a value.", system="recorded-checks")
+    ci_metric_checker_threshold: float | None = flag(None, "The value.", system="recorded-checks")
+    ci_save_grad_norm: str | None = flag(
+        None, "Write gradient norms; a template.", metavar="TEMPLATE", system="recorded-checks"
     )
-    ci_save_model_hash: str | None = flag(None, "Write digests of the weights.", metavar="FILE", system="dumper")
+    ci_load_grad_norm: str | None = flag(
+        None, "Compare gradient norms with these.", metavar="TEMPLATE", system="recorded-checks"
+    )
+    ci_save_model_hash: str | None = flag(
+        None, "Write digests of the weights.", metavar="FILE", system="recorded-checks"
+    )
     ci_check_model_hash: str | None = flag(
-        None, "Compare digests of the weights with these.", metavar="FILE", system="dumper"
+        None, "Compare digests of the weights with these.", metavar="FILE", system="recorded-checks"
     )
     ci_inject_rollout_data_path: str | None = flag(
-        None, "Replace generated data by this while engines live; a template.", metavar="TEMPLATE", system="dumper"
+        None,
+        "Replace generated data by this while engines live; a template.",
+        metavar="TEMPLATE",
+        system="recorded-checks",
     )
-    ci_inject_rollout_data_start_rollout_id: int | None = flag(None, "From this rollout on.", ge=0, system="dumper")
+    ci_inject_rollout_data_start_rollout_id: int | None = flag(
+        None, "From this rollout on.", ge=0, system="recorded-checks", aliases=("--ci-inject-start-rollout-id",)
+    )
     ci_inject_rollout_data_min_match_ratio: float = flag(
-        0.9, "Share of prompts that must agree.", ge=0, le=1, system="dumper"
+        0.9,
+        "Share of prompts that must agree.",
+        ge=0,
+        le=1,
+        system="recorded-checks",
+        aliases=("--ci-inject-min-match-ratio",),
     )
 
 

@@ -15,7 +15,9 @@ class FsdpArgs:
     keep_fp32_master: bool = flag(
         True, "Optimizer and parameters in fp32, compute in --bf16 or --fp16.", negatable=True
     )
-    fsdp_state_dict_cpu_offload: bool = flag(True, "Gather checkpoint state on the host.", negatable=True)
+    fsdp_state_dict_cpu_offload: bool = flag(
+        True, "Nothing.", negatable=True, dead="every rank writes its shard; nothing is gathered"
+    )
     fsdp_cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer on the host; compute on the GPU.")
     fsdp_cpu_backend: str = flag("gloo", "Collectives of host tensors.", choices=("gloo",))
     dp_replicate_size: int = flag(1, "Replicas, each sharded over the remaining ranks.", ge=1)

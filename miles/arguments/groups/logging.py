@@ -14,7 +14,7 @@ class LoggingArgs:
     log_reward_category: str | None = flag(None, "Reward-dict entry whose values are counted.", metavar="KEY")
     log_correct_samples: bool = flag(False, "Log trainer-side metrics of correct samples separately.")
     env_report: str | None = flag(
-        None, "File that facts about the environment are written to.", metavar="FILE", system="dumper"
+        None, "File that facts about the environment are written to.", metavar="FILE", system="recorded-checks"
     )
 
 

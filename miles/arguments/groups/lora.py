@@ -17,9 +17,7 @@ class LoraArgs:
     lora_base_cpu_backup: bool = flag(False, "Keep the base weights on the host while offloaded.")
     lora_train_only: bool = flag(False, "Do not send the adapter to the engines.")
     experts_shared_outer_loras: bool = flag(False, "Share the outer factors among experts.")
-    sglang_lora_use_virtual_experts: bool = flag(
-        True, "Serve expert adapters without virtual experts.", off="--no-sglang-lora-use-virtual-experts"
-    )
+    sglang_lora_use_virtual_experts: bool = flag(True, "Serve expert adapters through virtual experts.", negatable=True)
 
 
 @group("Multi-LoRA", system="multi-lora", owner="multi-lora")

@@ -29,6 +29,11 @@ class OptimizerArgs:
         "exponential", "Its shape.", choices=("exponential", "linear", "cosine", "minus_sqrt"), owner="wsd"
     )
     weight_decay: float | None = flag(None, "Unset: 0 under FSDP, 0.01 under Megatron.", ge=0)
+    start_weight_decay: float | None = flag(None, "Weight decay at step 0. Unset: --weight-decay.", ge=0)
+    end_weight_decay: float | None = flag(None, "Weight decay at the end. Unset: --weight-decay.", ge=0)
+    weight_decay_incr_style: str = flag(
+        "constant", "How it goes from the one to the other.", choices=("constant", "linear", "cosine")
+    )
     adam_beta1: float = flag(0.9, "First-moment decay.", ge=0, lt=1)
     adam_beta2: float | None = flag(
         None, "Second-moment decay. Unset: 0.95 under FSDP, 0.999 under Megatron.", ge=0, lt=1

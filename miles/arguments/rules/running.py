@@ -116,6 +116,11 @@ DEVICES = (
         "are then {rollout_num_gpus} engines)",
     ),
     Rule(
+        "deterministic-gpus",
+        lambda a: a.deterministic_mode and a.train_device == "cuda" and not works("true-on-policy"),
+        lambda a: missing("true-on-policy", "--deterministic-mode on GPUs"),
+    ),
+    Rule(
         "gpu-is-there",
         lambda a: a.train_device == "cuda" and not has_gpu() and not os.environ.get("RAY_ADDRESS"),
         "--train-device cuda, but torch sees no GPU on this host: set --train-device cpu, or RAY_ADDRESS to a cluster that has GPUs",

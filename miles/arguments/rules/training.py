@@ -22,6 +22,12 @@ RULES = (
         "--kl-coef {kl_coef} (in the reward) and --kl-loss-coef {kl_loss_coef} (in the loss) exclude each other: set one of them to 0",
     ),
     Rule(
+        "reward-kl-needs-token-rewards",
+        lambda a: _policy(a) and a.kl_coef != 0 and a.advantage_estimator in ("grpo", "gspo", "cispo"),
+        "--kl-coef {kl_coef} has no effect on --advantage-estimator {advantage_estimator}, whose advantages come from group rewards "
+        "alone: use --use-kl-loss --kl-loss-coef {kl_coef} instead, or an estimator of the reinforce_plus_plus family",
+    ),
+    Rule(
         "dual-clip-above-one",
         lambda a: a.eps_clip_c is not None and a.eps_clip_c <= 1,
         "--eps-clip-c {eps_clip_c} must be above 1: it bounds how much worse than on-policy a negative advantage may count",
