@@ -12,6 +12,7 @@ import datetime
 import re
 import socket
 import time
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def join_group(
                 [],
                 c10d.Backend(backend),
                 c10d.PrefixStore(group_name, store),
-                group_name=group_name,
+                group_name=cast(Any, group_name),
                 backend_options=None,
                 timeout=timeout,
             )

@@ -209,7 +209,8 @@ class Transaction:
         """Engines that hold what was sent."""
         if not self.settings.verify:
             return set(self.clients)
-        report, verified = self.outcome.report, set()
+        report = self.outcome.report
+        verified: set[int] = set()
         assert report is not None
 
         async def check(client: EngineClient) -> None:
