@@ -60,12 +60,10 @@ class ScheduleConfig:
     def from_args(cls, args: Any, train_iters: int) -> ScheduleConfig:
         """From the public flags; `--lr-decay-iters` defaults to all optimizer steps of the run.
 
-        `--lr-warmup-fraction` (or FSDP's `--warmup-ratio`) is a part of the decay length; exclusive with
-        `--lr-warmup-iters`.
+        `--lr-warmup-fraction` is a part of the decay length; exclusive with `--lr-warmup-iters`.
         """
         decay = int(_get(args, "lr_decay_iters") or max(train_iters, 1))
         fraction, iters = _get(args, "lr_warmup_fraction"), _get(args, "lr_warmup_iters") or 0
-        fraction = _get(args, "warmup_ratio") if fraction is None else fraction
         if fraction is not None and iters:
             raise ValueError("--lr-warmup-fraction and --lr-warmup-iters both set the warmup: keep one")
         weight_decay = float(_get(args, "weight_decay") or 0.0)
