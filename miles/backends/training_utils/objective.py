@@ -67,50 +67,25 @@ def policy_objective(
     estimator = get_estimator(args.advantage_estimator)
     metrics = StepMetrics()
     norm = totals.normalizer(args)
-    current = log_probs.detach()
-    trainer = batch.flat("log_probs")  # the trainer's own score before the first update
-    if trainer is None and (old_is_current or getattr(args, "skip_actor_forward_only", False)):
-        trainer = current
-    old = _old_log_probs(args, batch, trainer)
-    advantages = batch.flat("advantages")
-    if advantages is None:
-        raise ValueError("the batch has no advantages: run compute_advantages before the policy loss")
-
-    trains = batch.mask > 0
-    finite = torch.isfinite(current) & torch.isfinite(old) & torch.isfinite(advantages)
-    valid = trains & finite
-    metrics.add("train/nonfinite_tokens", (trains & ~finite).sum())
-    log_ratio = torch.where(valid, log_probs - old, 0.0)
-    advantages = torch.where(valid, advantages, 0.0)
-    safe_log_probs = torch.where(valid, log_probs, 0.0)
-    sequence_log_ratio = (
-        _sequence_mean(batch, log_ratio) if estimator.sequence_ratio or _flag(args, "use_opsm") else None
-    )
-    if estimator.sequence_ratio and sequence_log_ratio is not None:
-        log_ratio = torch.where(valid, sequence_log_ratio, 0.0)
-
-    token = estimator.token_loss(args, log_ratio, advantages, safe_log_probs)
-    loss_tokens = token.loss
-    if _flag(args, "use_opsm") and sequence_log_ratio is not None:
-        keep = opsm_keep(advantages, sequence_log_ratio.detach(), args.opsm_delta)
-        loss_tokens = loss_tokens * keep
-        metrics.add("train/opsm_clipfrac", batch.reducer(1 - keep) / norm)
-    loss_tokens, masks = _correct(args, batch, loss_tokens, trainer, valid, log_ratio, metrics, norm)
+    inputs = _policy_inputs(args, batch, log_probs, old_is_current)
+    token = estimator.token_loss(args, inputs.log_ratio, inputs.advantages, inputs.log_probs)
+    loss_tokens = _mask_drifted(args, batch, token.loss, inputs, metrics, norm)
+    loss_tokens, masks = _correct(args, batch, loss_tokens, inputs, metrics, norm)
     reduce = pg_loss_reducer(args, batch.total_lengths, batch.response_lengths, masks, batch.rollout_mask_sums)
     pg_loss = reduce(loss_tokens) / norm
-    loss = pg_loss
+    loss = pg_loss + _entropy_term(args, batch, entropy, metrics, norm)
+    loss = loss + _kl_term(args, batch, inputs, metrics, norm)
 
+    metrics.add("train/loss", loss)
     metrics.add("train/pg_loss", pg_loss)
     metrics.add("train/pg_clipfrac", batch.reducer(token.clipped) / norm)
-    metrics.add("train/ppo_kl", batch.reducer(-log_ratio.detach()) / norm)
-    _add_ess(batch, metrics, log_ratio.detach(), valid)
-    loss = loss + _entropy_term(args, batch, entropy, metrics, norm)
-    loss = loss + _kl_term(args, batch, log_probs, old, valid, metrics, norm)
-    metrics.add("train/loss", loss)
+    metrics.add("train/ppo_kl", batch.reducer(-inputs.log_ratio.detach()) / norm)
+    metrics.add("train/nonfinite_tokens", ((batch.mask > 0) & ~inputs.valid).sum())
+    _add_ess(batch, metrics, inputs)
     distilled = batch.flat("opd_reverse_kl")
     if distilled is not None:
         metrics.add("train/opd_reverse_kl", batch.reducer(distilled) / norm)
-    add_mismatch_metrics(batch, trainer, metrics, norm)
+    add_mismatch_metrics(batch, inputs.trainer, metrics, norm)
     add_contract_metrics(batch, metrics)
     return Objective(loss, metrics)
 
@@ -157,18 +132,68 @@ def _flag(args: Any, name: str) -> bool:
     return bool(getattr(args, name, False))
 
 
-def _old_log_probs(args: Any, batch: MicroBatch, trainer: Tensor | None) -> Tensor:
-    """Log-probs that the ratio starts from."""
+@dataclass(frozen=True)
+class _PolicyInputs:
+    """What the policy loss is made of, `[R]` each; 0 wherever `valid` is False, so that nothing there counts.
+
+    `trainer`: the trainer's own score before the first update, as it is. `old`: where the ratio starts from.
+    `log_ratio`: log p - log p_old of each token, or of its whole response where the estimator says so.
+    `sequence_log_ratio`: the mean over the response, for estimators and masks that look at whole responses.
+    """
+
+    valid: Tensor
+    trainer: Tensor | None
+    log_probs: Tensor
+    old: Tensor
+    advantages: Tensor
+    log_ratio: Tensor
+    sequence_log_ratio: Tensor | None
+
+
+def _policy_inputs(args: Any, batch: MicroBatch, log_probs: Tensor, old_is_current: bool) -> _PolicyInputs:
+    current, advantages = log_probs.detach(), batch.flat("advantages")
+    if advantages is None:
+        raise ValueError("the batch has no advantages: run compute_advantages before the policy loss")
+    trainer = batch.flat("log_probs")
+    if trainer is None and (old_is_current or _flag(args, "skip_actor_forward_only")):
+        trainer = current
+    old = trainer
     if _flag(args, "use_rollout_logprobs"):
-        rollout = batch.flat("rollout_log_probs")
-        if rollout is None:
+        old = batch.flat("rollout_log_probs")
+        if old is None:
             raise ValueError("--use-rollout-logprobs: the batch has no rollout_log_probs from the engine")
-        return rollout
-    if trainer is None:
+    if old is None:
         raise ValueError(
             "the policy loss needs old log-probs (column log_probs): score the batch before training on it"
         )
-    return trainer
+    finite = torch.isfinite(current) & torch.isfinite(old) & torch.isfinite(advantages)
+    valid = (batch.mask > 0) & finite
+    # where, not a product: 0 x NaN is NaN, forward and backward.
+    log_ratio = torch.where(valid, log_probs - old, 0.0)
+    sequence_ratio = get_estimator(args.advantage_estimator).sequence_ratio
+    sequence_log_ratio = None
+    if sequence_ratio or _flag(args, "use_opsm"):
+        sequence_log_ratio = torch.where(valid, _sequence_mean(batch, log_ratio), 0.0)
+    return _PolicyInputs(
+        valid=valid,
+        trainer=trainer,
+        log_probs=torch.where(valid, log_probs, 0.0),
+        old=torch.where(valid, old, 0.0),
+        advantages=torch.where(valid, advantages, 0.0),
+        log_ratio=sequence_log_ratio if sequence_ratio and sequence_log_ratio is not None else log_ratio,
+        sequence_log_ratio=sequence_log_ratio,
+    )
+
+
+def _mask_drifted(
+    args: Any, batch: MicroBatch, loss_tokens: Tensor, inputs: _PolicyInputs, metrics: StepMetrics, norm: float
+) -> Tensor:
+    """OPSM, with `--use-opsm`."""
+    if not _flag(args, "use_opsm") or inputs.sequence_log_ratio is None:
+        return loss_tokens
+    keep = opsm_keep(inputs.advantages, inputs.sequence_log_ratio.detach(), args.opsm_delta)
+    metrics.add("train/opsm_clipfrac", batch.reducer(1 - keep) / norm)
+    return loss_tokens * keep
 
 
 def _sequence_mean(batch: MicroBatch, x: Tensor) -> Tensor:
@@ -181,9 +206,7 @@ def _correct(
     args: Any,
     batch: MicroBatch,
     loss_tokens: Tensor,
-    trainer: Tensor | None,
-    valid: Tensor,
-    log_ratio: Tensor,
+    inputs: _PolicyInputs,
     metrics: StepMetrics,
     norm: float,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -195,12 +218,12 @@ def _correct(
     rollout = batch.flat("rollout_log_probs")
 
     def lists(flat: Tensor | None) -> list[Tensor] | None:
-        return None if flat is None else batch.split(torch.where(valid, flat, 0.0))
+        return None if flat is None else batch.split(torch.where(inputs.valid, flat, 0.0))
 
     corrected, masks, values = function(
         args=args,
         pg_loss=loss_tokens,
-        train_log_probs=lists(trainer),
+        train_log_probs=lists(inputs.trainer),
         rollout_log_probs=lists(rollout),
         loss_masks=batch.loss_masks,
         total_lengths=batch.total_lengths,
@@ -208,7 +231,7 @@ def _correct(
         parallel_state=HookParallelState(),
         max_seq_lens=None,
     )
-    metrics.add("train/ois", batch.reducer(ratio_of(log_ratio.detach())) / norm)
+    metrics.add("train/ois", batch.reducer(ratio_of(inputs.log_ratio.detach())) / norm)
     for name, value in values.items():
         metrics.add(f"train/{name}", batch.reducer(value.detach()) / norm)
     _check_masks(args, batch, masks)
@@ -238,28 +261,26 @@ def _entropy_term(
     return -coefficient * mean if coefficient else 0.0
 
 
-def _kl_term(
-    args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor, valid: Tensor, metrics: StepMetrics, norm: float
-) -> Tensor | float:
+def _kl_term(args: Any, batch: MicroBatch, inputs: _PolicyInputs, metrics: StepMetrics, norm: float) -> Tensor | float:
     if not _flag(args, "use_kl_loss"):
         return 0.0
     ref = batch.flat("ref_log_probs")
     if ref is None:
         raise ValueError("--use-kl-loss: the batch has no ref_log_probs; was the reference model loaded (--ref-load)?")
-    metrics.add("train/nonfinite_tokens", (valid & ~torch.isfinite(ref)).sum())
-    valid = valid & torch.isfinite(ref)
-    here, base = torch.where(valid, log_probs, 0.0), torch.where(valid, ref, 0.0)
-    ratio = importance_ratio(here, torch.where(valid, old, 0.0)) if _flag(args, "use_unbiased_kl") else None
+    metrics.add("train/nonfinite_tokens", (inputs.valid & ~torch.isfinite(ref)).sum())
+    valid = inputs.valid & torch.isfinite(ref)
+    here, base = torch.where(valid, inputs.log_probs, 0.0), torch.where(valid, ref, 0.0)
+    ratio = importance_ratio(here, torch.where(valid, inputs.old, 0.0)) if _flag(args, "use_unbiased_kl") else None
     kl_loss = batch.reducer(compute_approx_kl(here, base, args.kl_loss_type, ratio)) / norm
     metrics.add("train/kl_loss", kl_loss)
     coefficient = float(getattr(args, "kl_loss_coef", 0.0))
     return coefficient * kl_loss if coefficient else 0.0
 
 
-def _add_ess(batch: MicroBatch, metrics: StepMetrics, log_ratio: Tensor, valid: Tensor) -> None:
+def _add_ess(batch: MicroBatch, metrics: StepMetrics, inputs: _PolicyInputs) -> None:
     """Effective sample size (sum w)^2 / (n sum w^2) of each sample's importance weights, averaged over samples."""
-    weight = torch.where(valid, ratio_of(log_ratio), 0.0)
-    counts = batch.per_sample(valid.float())
+    weight = torch.where(inputs.valid, ratio_of(inputs.log_ratio.detach()), 0.0)
+    counts = batch.per_sample(inputs.valid.float())
     square_of_sum, sum_of_squares = batch.per_sample(weight).square(), batch.per_sample(weight.square())
     ess = square_of_sum / (counts.clamp(min=1.0) * sum_of_squares.clamp(min=1e-8))
     counted = counts > 0
