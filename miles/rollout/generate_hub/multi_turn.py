@@ -43,7 +43,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     args, sample = input.args, input.sample
     if sample.status is SampleStatus.ABORTED and sample.response_length:
         sample.reset_for_retry()
-    parse = tool_call_parser(args.generate_tool_call_parser)
+    parse = tool_call_parser(args.generate_tool_call_parser or "qwen25")
     specs = sample.metadata.get("tools") or load_function(args.generate_tool_specs_path)
     if not sample.tokens:
         sample.tokens = encode_prompt(args, input.state.tokenizer, sample.prompt, specs)
