@@ -200,8 +200,8 @@ class EnginePool:
             return True  # somebody else has noticed
         if isinstance(error, EngineUnreachable):
             try:
-                await client.health(timeout_s=_PROBE_TIMEOUT_S)
-                logger.warning("engine %d lost a connection but is healthy: %s", index, error)
+                await client.alive(timeout_s=_PROBE_TIMEOUT_S)
+                logger.warning("engine %d lost a connection but is alive: %s", index, error)
                 return False
             except EngineError:
                 pass

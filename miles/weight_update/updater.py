@@ -129,11 +129,12 @@ class WeightUpdater:
         if twice := [name for name in flat.names if name in sending.manifest] or _repeated(flat.names):
             raise WeightTransferError(f"the trainer exports {twice[0]} twice", frozenset())
         self.transport.send(flat)
-        sending.manifest |= flat.records()  # while the bucket travels
-        sending.buckets += 1
-        sending.nbytes += flat.nbytes
+        # The rest is done while the bucket travels.
         if self.args.keep_published_weights:
             sending.kept.append(flat.to_host())
+        sending.manifest |= flat.records()
+        sending.buckets += 1
+        sending.nbytes += flat.nbytes
 
     def _try(self, sending: _Sending, step: Any) -> None:
         """Run a step of a source rank; a failure ends the sending and is kept for all ranks to learn."""

@@ -133,8 +133,15 @@ class EngineClient:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     async def health(self, *, timeout_s: float | None = None) -> None:
-        """Raises unless the server answers `/health` with 200: one that is still loading answers 503."""
+        """Raises unless the server answers `/health` with 200: one that is still loading answers 503.
+
+        For start-up. A paused SGLang does not answer it at all: ask `alive` whether a running engine lives.
+        """
         await self._http.call("GET", "/health", timeout_s=self._deadline(timeout_s))
+
+    async def alive(self, *, timeout_s: float | None = None) -> None:
+        """Raises unless the server answers; it does so while paused, too. Asked once."""
+        await self._http.call("GET", "/model_info", timeout_s=self._deadline(timeout_s))
 
     async def server_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         return await self._http.call("GET", "/server_info", timeout_s=self._deadline(timeout_s), idempotent=True)

@@ -53,7 +53,9 @@ class BroadcastTransport(WeightTransport):
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         super().__init__(args, source, num_sources)
         self.timeout_s: float = args.weight_update_timeout
-        self.backend = "nccl" if args.train_device == "cuda" else "gloo"
+        # NCCL refuses two ranks on one GPU, which is where colocated engines are.
+        self.backend = "nccl" if args.train_device == "cuda" and not args.colocate else "gloo"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else None
         self._loop = LoopThread("weight-broadcast")
         self._engines: tuple[EngineEndpoint, ...] = ()
         self._clients: dict[int, EngineClient] = {}
@@ -85,7 +87,8 @@ class BroadcastTransport(WeightTransport):
             )
             for index, client in self._clients.items()
         }
-        broadcast = in_thread(lambda: self._broadcast(bucket.data), "weight-broadcast-collective")
+        data = bucket.data  # now: the updater may move the bucket to the host while this is on its way
+        broadcast = in_thread(lambda: self._broadcast(data), "weight-broadcast-collective")
         self._delivery = _Delivery(bucket, replies | {"broadcast": broadcast}, time.monotonic() + self.timeout_s)
 
     def finish(self) -> None:
@@ -121,7 +124,7 @@ class BroadcastTransport(WeightTransport):
             offset += engine.world_size
         work["trainer"] = in_thread(
             lambda: join_group(
-                address, port, 0, world, self._group_name, self.backend, self.timeout_s, self._device(), listener
+                address, port, 0, world, self._group_name, self.backend, self.timeout_s, self._device, listener
             ),
             "weight-group-join",
         )
@@ -170,12 +173,12 @@ class BroadcastTransport(WeightTransport):
     # ---- one bucket ------------------------------------------------------------------------------------------------
 
     def _broadcast(self, data: torch.Tensor) -> None:
-        data = data if self.backend == "nccl" else data.cpu()
-        on_device = torch.cuda.device(data.device) if data.is_cuda else contextlib.nullcontext()
-        with on_device:
-            dist.broadcast(data, src=0, group=self._group)
-            if data.is_cuda:
-                torch.cuda.current_stream().synchronize()
+        if self.backend == "gloo":
+            dist.broadcast(data.cpu(), src=0, group=self._group)
+            return
+        with torch.cuda.device(self._device):
+            dist.broadcast(data.to(self._device), src=0, group=self._group)  # a kept bucket is on the host
+            torch.cuda.current_stream().synchronize()
 
     def _settle(self) -> None:
         """Wait until the bucket on its way has arrived everywhere."""
@@ -189,9 +192,6 @@ class BroadcastTransport(WeightTransport):
                 f"{delivery.bucket} did not reach every engine within {self.timeout_s:g} s: {problem}",
                 self.touched,
             )
-
-    def _device(self) -> torch.device | None:
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else None
 
 
 def wait_all(work: dict[str, Future], deadline: float) -> str | None:

@@ -138,6 +138,15 @@ async def test_health_is_200_and_nothing_else(engine):
     await client.health()
 
 
+async def test_liveness_is_not_asked_of_health_which_a_paused_server_leaves_unanswered(engine):
+    script, client = engine
+    script.answers = {"/health": [script.hang], "/model_info": [(200, {})]}
+    await client.alive(timeout_s=2)
+    script.answers["/model_info"] = [(500, b"")]
+    with pytest.raises(EngineFailed):
+        await client.alive()
+
+
 async def test_no_server_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -31,7 +31,7 @@ class FakeClient:
         await self.gate.wait()
         return {"engine": self.name, "aborted": self.aborts > 0}
 
-    async def health(self, *, timeout_s=None):
+    async def alive(self, *, timeout_s=None):
         if not self.is_healthy:
             raise EngineUnreachable("gone")
 

@@ -30,6 +30,7 @@ def make_args(**fields) -> SimpleNamespace:
         update_weight_buffer_size=100,
         weight_update_timeout=20.0,
         train_device="cpu",
+        colocate=False,
         keep_published_weights=False,
         pause_generation_mode="retract",
         verify_weight_update=True,
