@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Every check and every test: style, layers, the fast tests, then real Ray runs on the CPU. The first failure ends it.
+#
+#   bash scripts/test.sh [pytest options, e.g. -x -k resume]
+#
+# MILES_SCRIPT_VENV=... picks the virtual environment (.venv; made if it is not there).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/venv.sh
+
+venv="${MILES_SCRIPT_VENV:-.venv}"
+ensure_venv "$venv" cpu,tasks,tracking,dev
+export PATH="$(cd "$venv/bin" && pwd):$PATH"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+ruff check .
+ruff format --check .
+lint-imports
+python -m pytest -q tests/fast "$@"
+python -m pytest -q tests/e2e "$@"
