@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from miles.backends.engine_api.client import EngineClient
 from miles.utils.loop_thread import LoopThread
-from miles.utils.process import reserve_port
 from miles.utils.process_group import join_group, leave_group
 from miles.weight_update.buckets import FlatBucket
 from miles.weight_update.errors import WeightTransferError
@@ -40,7 +39,6 @@ class _Delivery:
 
     bucket: FlatBucket
     work: dict[str, Future]
-    deadline: float
 
 
 class BroadcastTransport(WeightTransport):
@@ -62,11 +60,13 @@ class BroadcastTransport(WeightTransport):
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
         self._delivery: _Delivery | None = None
+        self._deadline = 0.0  # of the update in progress, monotonic
 
     # ---- the interface ---------------------------------------------------------------------------------------------
 
     def connect(self, engines: Sequence[EngineEndpoint]) -> None:
         self.touched = frozenset()
+        self._deadline = time.monotonic() + self.timeout_s
         ordered = tuple(sorted(engines, key=lambda e: e.index))
         if self._group is not None and ordered == self._engines:
             return
@@ -82,14 +82,14 @@ class BroadcastTransport(WeightTransport):
         replies = {
             f"engine {index}": self._loop.submit(
                 client.update_weights_from_distributed(
-                    bucket.names, bucket.dtypes, bucket.shapes, self._group_name, timeout_s=self.timeout_s
+                    bucket.names, bucket.dtypes, bucket.shapes, self._group_name, timeout_s=self._left()
                 )
             )
             for index, client in self._clients.items()
         }
         data = bucket.data  # now: the updater may move the bucket to the host while this is on its way
         broadcast = in_thread(lambda: self._broadcast(data), "weight-broadcast-collective")
-        self._delivery = _Delivery(bucket, replies | {"broadcast": broadcast}, time.monotonic() + self.timeout_s)
+        self._delivery = _Delivery(bucket, replies | {"broadcast": broadcast})
 
     def finish(self) -> None:
         self._settle()
@@ -111,7 +111,8 @@ class BroadcastTransport(WeightTransport):
 
     def _join(self) -> dist.ProcessGroup:
         address = address_towards(self._engines)
-        listener = reserve_port(address)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=2048)
         port = listener.getsockname()[1]
         world = 1 + sum(e.world_size for e in self._engines)
         work: dict[str, Future] = {}
@@ -128,7 +129,7 @@ class BroadcastTransport(WeightTransport):
             ),
             "weight-group-join",
         )
-        problem = wait_all(work, time.monotonic() + self.timeout_s)
+        problem = wait_all(work, self._deadline)
         if problem is None:
             return work["trainer"].result()
         work["trainer"].add_done_callback(_leave_late)
@@ -164,6 +165,10 @@ class BroadcastTransport(WeightTransport):
         leaving = in_thread(lambda: leave_group(group, abort=abort), "weight-group-leave")
         concurrent.futures.wait([leaving], timeout=_FAREWELL_TIMEOUT_S)
 
+    def _left(self) -> float:
+        """Seconds that the update in progress still has."""
+        return max(self._deadline - time.monotonic(), 0.1)
+
     def _close_clients(self) -> None:
         clients, self._clients = self._clients, {}
         for client in clients.values():
@@ -185,11 +190,11 @@ class BroadcastTransport(WeightTransport):
         delivery, self._delivery = self._delivery, None
         if delivery is None:
             return
-        problem = wait_all(delivery.work, delivery.deadline)
+        problem = wait_all(delivery.work, self._deadline)
         if problem is not None:
             self._delivery = delivery  # for abandon
             raise WeightTransferError(
-                f"{delivery.bucket} did not reach every engine within {self.timeout_s:g} s: {problem}",
+                f"{delivery.bucket} did not reach every engine within the {self.timeout_s:g} s of an update: {problem}",
                 self.touched,
             )
 

@@ -156,7 +156,9 @@ def test_an_engine_that_hangs_in_a_bucket_meets_the_deadline(engines, fault):
     for engine in engines:
         engine.spoilt = True
     try:
-        with pytest.raises(WeightTransferError, match=r"bucket 0 .* within 3 s: .*engine 1") as failure:
+        with pytest.raises(
+            WeightTransferError, match=r"bucket 0 .* within the 3 s of an update: .*engine 1"
+        ) as failure:
             updater.transfer(1, endpoints(engines))
         assert failure.value.touched == {0, 1}
     finally:
