@@ -13,9 +13,10 @@ import datetime
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ def _worker(rank: int, size: int, store_path: str, connection: Connection) -> No
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     while (job := connection.recv()) is not None:
         function, args, kwargs = job
         try:
@@ -48,43 +47,65 @@ class World:
 
     def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
         self.size, self.timeout_s = size, timeout_s
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
         store = str(Path(self._folder.name) / "store")
-        self._connections, self._processes = [], []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, size, store, theirs), daemon=True)
+            process = context.Process(target=_worker, args=(rank, self.size, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if not self._processes:
+            self._start()
         for connection in self._connections:
             connection.send((function, args, kwargs))
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            if not connection.poll(self.timeout_s):
-                self.close()
-                raise TimeoutError(f"rank {rank} did not finish {function.__name__} within {self.timeout_s} s")
-            answers.append(connection.recv())
-        for rank, (ok, value) in enumerate(answers):
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while len(answers) < self.size and time.monotonic() < deadline:
+            waiting = [c for rank, c in enumerate(self._connections) if rank not in answers]
+            for connection in wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
+                rank = self._connections.index(connection)
+                answers[rank] = self._receive(rank)
+                if not answers[rank][0]:
+                    # Its peers may be waiting for it in a collective.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if len(answers) < self.size:
+            self.close()  # the next run starts a new world
+        for rank, (ok, value) in sorted(answers.items()):
             if not ok:
                 error, text = value
                 error.add_note(f"rank {rank}:\n{text}")
                 raise error
-        return [value for _, value in answers]
+        if len(answers) < self.size:
+            raise TimeoutError(f"{function.__name__} did not finish within {self.timeout_s} s; done: {sorted(answers)}")
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            return self._connections[rank].recv()
+        except EOFError:
+            code = self._processes[rank].exitcode
+            return False, (RuntimeError(f"rank {rank} died with exit code {code}"), "")
 
     def close(self) -> None:
         for connection, process in zip(self._connections, self._processes, strict=True):
             with contextlib.suppress(OSError):
                 connection.send(None)
-            process.join(timeout=5)
+            process.join(timeout=2)
             if process.is_alive():
                 process.kill()
                 process.join(timeout=5)
-        self._folder.cleanup()
+        if self._processes:
+            self._folder.cleanup()
+        self._connections, self._processes = [], []
 
     def __enter__(self) -> World:
         return self

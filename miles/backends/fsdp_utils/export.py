@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -64,11 +65,13 @@ def iter_hf_tensors(
             value = (policy.get_buffer if name in buffers else policy.get_parameter)(name).detach()
             value = value.full_tensor() if isinstance(value, DTensor) else value
             name = name.removeprefix(_PREFIX)
-            tensors[name] = value.to(dtype_of(name), copy=keep and gathered and not loaded.whole)
+            # Ranks that only take part in the gathers name their tensors without touching them.
+            target = value.device if keep else "meta"
+            tensors[name] = value.to(target, dtype_of(name), copy=gathered and not loaded.whole)
         if gathered and not loaded.whole:
             module.reshard()  # frees the gathered storage: what is yielded are copies
         for name, tensor in to_checkpoint_names(policy.hf, tensors).items():
-            yield name, tensor if keep else tensor.new_empty(0)
+            yield name, tensor if keep else torch.empty(0, dtype=tensor.dtype)
 
 
 def _own_tensors(policy: nn.Module, module: nn.Module, buffers: dict[str, torch.Tensor]) -> list[str]:
@@ -90,8 +93,8 @@ def _can_gather(module: nn.Module, names: list[str], dtype_of: Callable[[str], t
 class SafetensorsWriter:
     """Writes tensors as they come into numbered files of bounded size, then the index."""
 
-    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.directory, self.shard_bytes = directory, shard_bytes
+    def __init__(self, directory: Path, shard_bytes: int | None = None) -> None:
+        self.directory, self.shard_bytes = directory, shard_bytes or SHARD_BYTES
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
         self._files: list[list[str]] = []
@@ -161,7 +164,11 @@ def write_hf_directory(
             failure = error
     if failure is not None:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RuntimeError(f"Hugging Face export to {final} failed, nothing was left there: {failure}") from failure
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, None if failure is None else f"{type(failure).__name__}: {failure}")
+    said = [problem for problem in problems if problem is not None]
+    if said:
+        raise RuntimeError(f"Hugging Face export to {final} failed, nothing was left there: {said[0]}") from failure
 
 
 def _copy_companions(source: Path, target: Path) -> None:

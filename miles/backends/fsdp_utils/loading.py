@@ -97,7 +97,11 @@ def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module 
 
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype="auto", output_loading_info=True, trust_remote_code=options.trust_remote_code
+            path,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, all at once
+            trust_remote_code=options.trust_remote_code,
         )
     except Exception as error:
         return None, f"{path} cannot be loaded as a causal language model: {type(error).__name__}: {error}"

@@ -1,0 +1,145 @@
+"""A Hugging Face directory in, the same function out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles.backends.fsdp_utils.model_dir import ModelDirError, check_model_dir
+from tests.fast.fsdp_utils.jobs import make_args, make_backend, make_batch, shard_of
+from tests.helpers.tiny_models import FAMILIES, make_tiny_model
+
+
+def scores_and_reference(args, by_layer=False):
+    """The largest difference between the trainer's log-probs and transformers' own, on this rank's samples."""
+    import transformers
+
+    backend, start = make_backend(args, by_layer=by_layer)
+    shard = shard_of(backend, make_batch())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(args.hf_checkpoint)
+    worst = 0.0
+    for i, scored in enumerate(backend.score(shard, "actor")):
+        tokens, n = torch.tensor(shard.columns["tokens"][i]), shard.columns["response_lengths"][i]
+        assert scored.shape == (n,) and scored.dtype == torch.float32
+        with torch.no_grad():
+            logits = plain(tokens[None]).logits[0, len(tokens) - n - 1 : -1] / args.rollout_temperature
+        expected = torch.log_softmax(logits, -1).gather(-1, tokens[-n:, None])[:, 0]
+        worst = max(worst, float((scored - expected).abs().max()))
+    return worst, start, backend.actor.whole
+
+
+@pytest.mark.parametrize("sharding", ["one group", "by layer"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_those_of_transformers(world, models, family, sharding):
+    args = make_args(models[family], rollout_temperature=0.7)
+    for worst, start, whole in world.run(scores_and_reference, args, by_layer=sharding == "by layer"):
+        assert worst < 2e-6 and start == 0
+        assert whole == (sharding == "one group")
+
+
+@pytest.mark.parametrize("fields", [{"qkv_format": "bshd"}, {"attn_implementation": "eager"}, {"dp_replicate_size": 2}])
+def test_log_probs_do_not_depend_on_layout_kernel_or_mesh(world, models, fields):
+    for worst, *_ in world.run(scores_and_reference, make_args(models["qwen3"], **fields)):
+        assert worst < 2e-6
+
+
+def test_a_head_that_is_more_than_a_projection_is_noticed(world, tmp_path):
+    """Gemma 2 caps its logits: the model's own head is used there."""
+    import transformers
+
+    config = transformers.Gemma2Config(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.3, query_pre_attn_scalar=8,
+    )  # fmt: skip
+    make_tiny_model(tmp_path, "qwen3")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for worst, *_ in world.run(scores_and_reference, make_args(str(tmp_path))):
+        assert worst < 2e-6
+
+
+def break_dir(source, target, how):
+    shutil.copytree(source, target)
+    if how == "weights":
+        (target / "model.safetensors").unlink()
+    elif how == "tokenizer":
+        (target / "tokenizer.json").unlink()
+    elif how == "config":
+        (target / "config.json").unlink()
+    elif how == "shard":
+        (target / "model.safetensors").rename(target / "model-00001-of-00002.safetensors")
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("weights", "missing weights"),
+        ("tokenizer", "missing a tokenizer"),
+        ("config", r"missing config\.json"),
+        ("shard", "missing weight file model-00002-of-00002.*listed in the index"),
+    ],
+)
+def test_an_incomplete_model_directory_is_refused_by_name_before_anything_is_built(models, tmp_path, how, said):
+    broken = break_dir(models["qwen3"], tmp_path / "broken", how)
+    with pytest.raises(ModelDirError, match=f"--hf-checkpoint .*broken: {said}"):
+        check_model_dir(broken, "--hf-checkpoint")
+
+
+def test_everything_that_is_missing_is_said_at_once(tmp_path):
+    with pytest.raises(ModelDirError, match=r"config\.json .*weights .*tokenizer"):
+        check_model_dir(tmp_path, "--hf-checkpoint")
+    with pytest.raises(ModelDirError, match=r"--ref-load .*nowhere: no such directory"):
+        check_model_dir(tmp_path / "nowhere", "--ref-load")
+
+
+def test_a_model_directory_is_checked_when_the_trainer_is_made(world, tmp_path):
+    with pytest.raises(ModelDirError, match="--hf-checkpoint"):
+        world.run(make_backend, make_args(str(tmp_path)))
+
+
+def rewrite_weights(directory: Path, change):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"no weights for model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+            r"model\.norm\.weight has shape \(7,\), config says \(32,\)",
+        ),
+    ],
+    ids=["missing", "wrong shape"],
+)
+def test_weights_that_do_not_fit_the_config_fail_on_every_rank(world, models, tmp_path, change, said):
+    target = tmp_path / "model"
+    shutil.copytree(models["qwen3"], target)
+    rewrite_weights(target, change)
+    with pytest.raises(ModelDirError, match=said):
+        world.run(make_backend, make_args(str(target)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dp_replicate_size": 3}, "--dp-replicate-size 3 does not divide the 2"),
+        ({"train_device": "cuda"}, "--train-device cuda: this process sees no GPU"),
+        ({"attn_implementation": "flash_attention_2"}, "needs a GPU: use sdpa or eager"),
+    ],
+)
+def test_settings_that_cannot_work_here_are_refused_with_a_way_out(world, models, fields, said):
+    with pytest.raises(ValueError, match=said):
+        world.run(make_backend, make_args(models["qwen3"], **fields))
