@@ -1,0 +1,1 @@
+"""A small continuous-batching inference server for Hugging Face causal LMs that speaks SGLang's HTTP API."""

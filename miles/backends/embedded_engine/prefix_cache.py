@@ -1,0 +1,140 @@
+"""Prefixes that were computed under the current weights, as a tree of pages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
+
+MIN_PARTIAL = 8  # copying a page for fewer shared tokens than this costs more than computing them
+
+
+@dataclass(eq=False)
+class Node:
+    """One cached page holding `tokens` (at most PAGE) that follow the parent's. Only full pages have children."""
+
+    tokens: tuple[int, ...]
+    page: int
+    parent: Node | None
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by first token
+
+
+@dataclass
+class Match:
+    """`length` cached tokens, in `pages`; the last page may be shared only in part."""
+
+    length: int
+    pages: list[int]
+
+
+class PrefixCache:
+    """A tree a namespace. An entry is never valid across a change of weights: `clear` on every one.
+
+    Least recently used leaves go first. A node is touched after its children, so the oldest node is always a leaf.
+    """
+
+    def __init__(self, pool: PagePool, enabled: bool = True):
+        self.pool, self.enabled = pool, enabled
+        self.roots: dict[str, Node] = {}
+        self.recency: OrderedDict[Node, None] = OrderedDict()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.recency)
+
+    def match(self, namespace: str, tokens: Sequence[int], limit: int) -> Match:
+        """The longest cached prefix of `tokens`, at most `limit` long. Its pages stay valid until the next eviction."""
+        node, found = self.roots.get(namespace), Match(0, [])
+        if node is None or not self.enabled:
+            return found
+        path: list[Node] = []
+        while found.length < limit:
+            best, shared = self._best_child(node, tokens[found.length : min(limit, found.length + PAGE)])
+            if best is None or (shared < PAGE and shared < MIN_PARTIAL):
+                break
+            found.length += shared
+            found.pages.append(best.page)
+            path.append(best)
+            if shared < PAGE:
+                break
+            node = best
+        for visited in reversed(path):
+            self.recency.move_to_end(visited)
+        return found
+
+    @staticmethod
+    def _best_child(node: Node, chunk: Sequence[int]) -> tuple[Node | None, int]:
+        best, shared = None, 0
+        for child in node.children.get(chunk[0], ()) if chunk else ():
+            n = common_prefix(child.tokens, chunk)
+            if n > shared:
+                best, shared = child, n
+        return best, shared
+
+    def insert(self, namespace: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy what is not cached yet of a sequence's `pages` holding `tokens` into cached pages."""
+        if not self.enabled:
+            return
+        node = self.roots.setdefault(namespace, Node((), -1, None))
+        path, copies = [], []
+        for i, start in enumerate(range(0, len(tokens), PAGE)):
+            chunk = tuple(tokens[start : start + PAGE])
+            child, shared = self._best_child(node, chunk)
+            if child is None or shared < len(chunk):
+                if child is not None and shared == len(child.tokens):
+                    child.tokens = chunk  # a partial page that this one continues
+                else:
+                    if len(chunk) < MIN_PARTIAL:
+                        break
+                    page = self._new_page(path)
+                    if page is None:
+                        break
+                    child = Node(chunk, page, node)
+                    node.children.setdefault(chunk[0], []).append(child)
+                copies.append((pages[i], child.page))
+            self.recency[child] = None
+            path.append(child)
+            node = child
+        for visited in reversed(path):
+            self.recency.move_to_end(visited)
+        if copies:
+            self.pool.copy([a for a, _ in copies], [b for _, b in copies])
+
+    def _new_page(self, path: list[Node]) -> int | None:
+        for node in reversed(path):
+            self.recency.move_to_end(node)  # never evict the prefix that is being extended
+        page = self.pool.take_high()
+        if page is None and self.recency and next(iter(self.recency)) not in path:
+            self.evict_one()
+            page = self.pool.take_high()
+        return page
+
+    def evict_one(self) -> bool:
+        """Free the least recently used leaf; False when nothing is cached."""
+        if not self.recency:
+            return False
+        node, _ = self.recency.popitem(last=False)
+        self.pool.give_back(node.page)
+        if node.parent is not None:
+            siblings = node.parent.children[node.tokens[0]]
+            siblings.remove(node)
+            if not siblings:
+                del node.parent.children[node.tokens[0]]
+        return True
+
+    def clear(self) -> None:
+        for node in self.recency:
+            self.pool.give_back(node.page)
+        self.recency.clear()
+        self.roots.clear()
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

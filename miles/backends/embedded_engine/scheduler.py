@@ -1,0 +1,407 @@
+"""Continuous batching: which tokens are computed in the next step, and what happens to the results."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from miles.backends.embedded_engine.attention import ExtendPlan, MaskBank, Span, build_extend_plan
+from miles.backends.embedded_engine.decode_batch import DecodeBatch
+from miles.backends.embedded_engine.forward import Model
+from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
+from miles.backends.embedded_engine.prefix_cache import PrefixCache
+from miles.backends.embedded_engine.request import Request, finish_abort, finish_length
+from miles.backends.embedded_engine.sampler import SamplingBatch, sample, top_logprobs
+
+_SIBLING_TOKENS = 32  # requests that share this many first tokens wait for the first of them to fill the cache
+_SCORE_ROWS = 256  # prompt positions scored at once: bounds the [rows, vocab] logits
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Token counts. `max_total_tokens` is the size of the cache, running requests and cached prefixes together."""
+
+    max_running_requests: int
+    max_total_tokens: int
+    chunked_prefill_size: int
+    prefix_caching: bool = True
+
+
+class Scheduler:
+    """Owns the cache and every request that was handed in. Not thread-safe: the engine thread calls it."""
+
+    def __init__(self, model: Model, limits: SchedulerLimits):
+        self.model, self.limits, self.config = model, limits, model.config
+        weights = model.weights
+        pages = 1 + max(1, limits.max_total_tokens // PAGE)
+        self.pool = PagePool(self.config, pages, weights.device, weights.dtype)
+        self.cache = PrefixCache(self.pool, limits.prefix_caching)
+        self.bank = MaskBank(weights.device, weights.dtype, self.config.group_size)
+        max_pages = min(pages, -(-self.config.context_length // PAGE))
+        self.batch = DecodeBatch(self.pool, self.bank, limits.max_running_requests, max_pages)
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.running: list[Request] = []
+        self.weight_version = "default"
+        self._sampling: SamplingBatch | None = None  # of `running`; None when the list has changed
+        self._decode_next = False
+        self.generated_tokens = 0
+        self.steps = 0
+
+    # ---- requests in and out -------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def num_active(self) -> int:
+        """Requests that hold cache pages."""
+        return len(self.prefilling) + len(self.running)
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_active + len(self.waiting)
+
+    def all_requests(self) -> list[Request]:
+        return [*self.running, *self.prefilling, *self.waiting]
+
+    def abort(self, request: Request, message: str = "Aborted", status_code: int | None = None) -> None:
+        self._finish(request, finish_abort(message, status_code))
+
+    def retract(self, request: Request) -> None:
+        """Give up a request's cache; it waits at the front of the queue and is computed again."""
+        self._drop_pages(request)
+        request.retractions += 1
+        self._forget(request)
+        if len(request.input_logprobs) < self._scored_prompt_tokens(request):
+            request.input_logprobs, request.input_top, request.input_chosen = [], [], []
+        self.waiting.appendleft(request)
+
+    def retract_all(self) -> None:
+        for request in reversed([*self.running, *self.prefilling]):
+            self.retract(request)
+
+    def _drop_pages(self, request: Request) -> None:
+        for page in request.pages:
+            self.pool.give_back(page)
+        request.pages, request.kv_len = [], 0
+
+    def _forget(self, request: Request) -> None:
+        """Remove a request from whichever list it is in."""
+        if request in self.running:
+            self.running.remove(request)
+            self._sampling = None
+        elif request in self.prefilling:
+            self.prefilling.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _finish(self, request: Request, reason: dict) -> None:
+        request.finish_reason = reason
+        request.weight_version = self.weight_version
+        self._forget(request)
+        if request.kv_epoch == self.model.weights.epoch and not request.cache_namespace.startswith("!"):
+            tokens = request.tokens(0, request.kv_len)
+            self.cache.insert(request.cache_namespace, tokens, request.pages)
+        self._drop_pages(request)
+        request.emit(request)
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Compute one batch, prefill before decode; False when there was nothing to do."""
+        self._admit()
+        prefill = bool(self.prefilling) and not (self._decode_next and self.running)
+        self._decode_next = False
+        if prefill:
+            self._prefill()
+        elif self.running:
+            self._decode()
+        else:
+            return False
+        self.steps += 1
+        return True
+
+    def _admit(self) -> None:
+        """Move waiting requests to `prefilling` while the batch and the cache have room."""
+        started = {self._sibling_key(r) for r in self.prefilling}
+        deferred = []
+        while self.waiting and self.num_active < self.limits.max_running_requests:
+            request = self.waiting.popleft()
+            key = self._sibling_key(request)
+            if key in started and self.cache.enabled and self._cached_tokens(request) < len(key[1]) - 1:
+                deferred.append(request)
+                continue
+            if not self._start(request):
+                self.waiting.appendleft(request)
+                break
+            started.add(key)
+        self.waiting.extendleft(reversed(deferred))
+
+    @staticmethod
+    def _sibling_key(request: Request) -> tuple[str, tuple[int, ...]]:
+        return request.cache_namespace, tuple(request.input_ids[:_SIBLING_TOKENS])
+
+    def _reusable(self, request: Request) -> int:
+        """Prompt tokens that may come from the cache: the last one is needed for its logits, scored ones too."""
+        limit = request.length - 1
+        if request.return_logprob and request.logprob_start_len >= 0 and not request.input_logprobs:
+            limit = min(limit, request.logprob_start_len)
+        return limit
+
+    def _cached_tokens(self, request: Request) -> int:
+        limit = self._reusable(request)
+        return self.cache.match(request.cache_namespace, request.tokens(0, limit), limit).length
+
+    def _start(self, request: Request) -> bool:
+        """Give a request its pages, filled from the cache where possible; False when there are too few."""
+        needed = request.length // PAGE + 1
+        headroom = self.num_active if self.num_active else 0  # each running request may soon need a page
+        if needed + headroom > self.pool.num_free + self.cache.num_pages:
+            return False
+        request.pages = [self._take_page() for _ in range(needed)]
+        limit = self._reusable(request)
+        match = self.cache.match(request.cache_namespace, request.tokens(0, limit), limit)
+        if match.length:
+            self.pool.copy(match.pages, request.pages[: len(match.pages)])
+            if self.pool.routes is not None:
+                cached = self.pool.routes[request.pages].flatten(0, 1)[: match.length]
+                request.add_routes(cached.numpy(), 0)
+        request.kv_len = match.length
+        request.kv_epoch = self.model.weights.epoch
+        if request.retractions == 0:
+            request.cached_tokens = match.length
+        self.prefilling.append(request)
+        return True
+
+    def _take_page(self) -> int:
+        page = self.pool.take_low()
+        while page is None:
+            if not self.cache.evict_one():
+                raise RuntimeError("the page accounting is wrong: no free page where one was promised")
+            page = self.pool.take_low()
+        return page
+
+    # ---- prefill -------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        budget = self.limits.chunked_prefill_size
+        spans: list[tuple[Request, Span]] = []
+        for request in self.prefilling:
+            if budget == 0:
+                break
+            end = min(request.length, request.kv_len + budget)
+            budget -= end - request.kv_len
+            spans.append((request, Span(request.kv_len, end, request.pages)))
+        self._decode_next = budget == 0
+        total = sum(s.end - s.start for _, s in spans)
+        padding = _padded_rows(total) - total
+        plan = build_extend_plan(self.pool, self.bank, [s for _, s in spans], padding)
+        ids = [t for r, s in spans for t in r.tokens(s.start, s.end)] + [0] * padding
+        positions = np.concatenate([*(np.arange(s.start, s.end) for _, s in spans), np.arange(padding)])
+        hidden = self._forward(torch.tensor(ids), torch.from_numpy(positions), plan, spans)
+        done, last_rows, row = [], [], 0
+        for request, span in spans:
+            self._score_prompt(request, span, hidden[row : row + span.end - span.start])
+            row += span.end - span.start
+            request.kv_len = span.end
+            if span.end == request.length:
+                done.append(request)
+                last_rows.append(row - 1)
+        if done:
+            self._after_prefill(done, hidden, last_rows)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: ExtendPlan, spans: list[tuple[Request, Span]]
+    ) -> torch.Tensor:
+        assert self.pool.kv is not None
+        device = self.pool.device
+        routes: list[torch.Tensor] | None = [] if self.config.moe is not None else None
+        hidden = self.model.hidden(ids.to(device), positions.to(device), plan, self.pool.kv, routes)
+        if routes:
+            table, row = self._route_table(routes), 0
+            for request, span in spans:
+                part = table[row : row + span.end - span.start]
+                row += len(part)
+                self._store_routes(request, span.start, part)
+        return hidden
+
+    def _after_prefill(self, done: list[Request], hidden: torch.Tensor, last_rows: list[int]) -> None:
+        for request in done:
+            self.prefilling.remove(request)
+            if request.kv_epoch == self.model.weights.epoch:
+                self.cache.insert(request.cache_namespace, request.tokens(0, request.kv_len), request.pages)
+        keep = [i for i, r in enumerate(done) if len(r.output_ids) < r.params.max_new_tokens]
+        for i, request in enumerate(done):
+            if i not in keep:
+                self._finish(request, finish_length(request))
+        if not keep:
+            return
+        requests = [done[i] for i in keep]
+        rows = [last_rows[i] for i in keep]
+        rows += [rows[0]] * (-len(rows) % 8)  # see decode_batch: never too few rows for one output
+        index = torch.tensor(rows, device=hidden.device)
+        logits = self.model.logits(hidden.index_select(0, index))[: len(requests)]
+        batch = SamplingBatch.of(requests, hidden.device, self.config.vocab_size)
+        positions = np.array([r.length for r in requests])
+        self.running.extend(requests)
+        self._sampling = None
+        self._accept(requests, *sample(logits, batch, positions))
+
+    # ---- prompt scores and routes --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _scored_prompt_tokens(request: Request) -> int:
+        if not request.return_logprob or request.logprob_start_len < 0:
+            return 0
+        return len(request.input_ids) - request.logprob_start_len
+
+    def _score_prompt(self, request: Request, span: Span, hidden: torch.Tensor) -> None:
+        """Log-probs of prompt tokens under the model itself (no temperature, no filters); the first has none."""
+        wanted = self._scored_prompt_tokens(request)
+        if len(request.input_logprobs) >= wanted:
+            return
+        if not request.input_logprobs:
+            request.input_logprobs.append(None)
+            request.input_top.append(None)
+            request.input_chosen.append(None)
+        start = max(span.start, request.logprob_start_len)
+        end = min(span.end, len(request.input_ids) - 1)
+        for first in range(start, end, _SCORE_ROWS):
+            last = min(first + _SCORE_ROWS, end)
+            rows = hidden[first - span.start : last - span.start]
+            pad = -len(rows) % 8
+            if pad:
+                rows = torch.cat([rows, rows[:1].expand(pad, -1)])
+            logp = torch.log_softmax(self.model.logits(rows), dim=-1)[: last - first]
+            targets = torch.tensor(request.input_ids[first + 1 : last + 1], device=logp.device)
+            request.input_logprobs.extend(logp.gather(1, targets[:, None])[:, 0].tolist())
+            for row in logp if request.top_logprobs_num or request.token_ids_logprob else ():
+                request.input_top.append(top_logprobs(row, request.top_logprobs_num))
+                request.input_chosen.append([(row[t].item(), t) for t in request.token_ids_logprob])
+
+    def _route_table(self, routes: list[torch.Tensor]) -> torch.Tensor:
+        """Experts of every layer, [rows, layers, top_k] int32 on the host; dense layers are 0."""
+        assert self.config.moe is not None
+        rows, top_k = routes[0].shape
+        table = torch.zeros(rows, self.config.num_layers, top_k, dtype=torch.int32)
+        for layer, chosen in zip(sorted(self.config.moe.sparse_layers), routes, strict=True):
+            table[:, layer] = chosen.to("cpu", torch.int32)
+        return table
+
+    def _store_routes(self, request: Request, start: int, table: torch.Tensor) -> None:
+        assert self.pool.routes is not None
+        position = torch.arange(start, start + len(table))
+        pages = torch.tensor(request.pages)[position // PAGE]
+        self.pool.routes[pages, position % PAGE] = table
+        request.add_routes(table.numpy(), start)
+
+    # ---- decode --------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        if self._sampling is None:
+            self._rebuild()
+        while rows := self.batch.rows_without_room():
+            if not self._make_room(len(rows)):
+                self._retract_one()
+                self._rebuild()
+                continue
+            for row in rows:
+                self.batch.give_page(row, self._take_page())
+        assert self._sampling is not None and self.pool.kv is not None
+        requests = self.batch.requests
+        ids, positions, plan = self.batch.plan()
+        routes: list[torch.Tensor] | None = [] if self.config.moe is not None else None
+        hidden = self.model.hidden(ids, positions, plan, self.pool.kv, routes)
+        if routes:
+            table = self._route_table(routes)
+            for row, request in enumerate(requests):
+                self._store_routes(request, request.kv_len, table[row : row + 1])
+        n = len(requests)
+        logits = self.model.logits(hidden)[:n]
+        for request in requests:
+            request.kv_len += 1
+        tokens, logps, logp = sample(logits, self._sampling, self.batch.positions[:n] + 1)
+        self.batch.advance(tokens.cpu().numpy())
+        self._accept(requests, tokens, logps, logp)
+
+    def _rebuild(self) -> None:
+        self._sampling = SamplingBatch.of(list(self.running), self.pool.device, self.config.vocab_size)
+        self.batch.set(list(self.running))
+
+    def _make_room(self, pages: int) -> bool:
+        while self.pool.num_free < pages:
+            if not self.cache.evict_one():
+                return False
+        return True
+
+    def _retract_one(self) -> None:
+        """Take the cache from the request that loses least: fewest output tokens, latest arrival."""
+        if self.prefilling:
+            self.retract(max(self.prefilling, key=lambda r: r.arrived))
+            return
+        self.retract(min(self.running, key=lambda r: (len(r.output_ids), -r.arrived)))
+
+    # ---- results -------------------------------------------------------------------------------------------------
+
+    def _accept(
+        self, requests: Sequence[Request], tokens: torch.Tensor, logps: torch.Tensor, logp: torch.Tensor
+    ) -> None:
+        """Append one token a request, and finish those that are done."""
+        version = self.weight_version
+        self.generated_tokens += len(requests)
+        for row, (request, token, value) in enumerate(zip(requests, tokens.tolist(), logps.tolist(), strict=True)):
+            if not math.isfinite(value):
+                self._reject_non_finite(request)
+                continue
+            if not request.spans or request.spans[-1][0] != version:
+                request.stamp_version(version)
+            if request.return_logprob and (request.top_logprobs_num or request.token_ids_logprob):
+                request.output_top.append(top_logprobs(logp[row], request.top_logprobs_num))
+                request.output_chosen.append([(logp[row, t].item(), t) for t in request.token_ids_logprob])
+            request.output_logprobs.append(value)
+            request.output_ids.append(token)  # last: a stream that reads meanwhile goes by its length
+            reason = self._stop_reason(request, token)
+            if reason is not None:
+                self._finish(request, reason)
+            elif request.stream:
+                request.emit(request)
+
+    @staticmethod
+    def _stop_reason(request: Request, token: int) -> dict | None:
+        if token in request.stop_ids:
+            return {"type": "stop", "matched": token}
+        if request.stopper is not None:
+            request.stopper.feed(token)
+            if len(request.output_ids) >= request.params.min_new_tokens:
+                matched = request.stopper.matched()
+                if matched is not None:
+                    return {"type": "stop", "matched": matched}
+        if len(request.output_ids) >= request.params.max_new_tokens:
+            return finish_length(request)
+        return None
+
+    def _reject_non_finite(self, request: Request) -> None:
+        """NaN or infinite logits: the weights are broken, and so is what this request left in the cache."""
+        request.kv_epoch = -1
+        message = f"non-finite logits under weight version {self.weight_version}: check the weights of the last update"
+        self._finish(request, finish_abort(message, 500))
+        self.cache.clear()
+        self.pool.scrub_free_pages()
+
+    # ---- cache control -------------------------------------------------------------------------------------------
+
+    def drop_cache(self) -> None:
+        """Forget every cached prefix; running requests keep theirs."""
+        self.cache.clear()
+
+
+def _padded_rows(tokens: int) -> int:
+    """Prefill sizes are rounded up to a few shapes, since a library prepares each shape once."""
+    step = 16 if tokens <= 64 else 64 if tokens <= 512 else 256
+    return -(-tokens // step) * step
