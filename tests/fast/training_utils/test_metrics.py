@@ -55,6 +55,16 @@ def test_ranks_with_other_metrics_are_noticed():
         reduce_over([a, b])
 
 
+def test_ranks_with_fewer_metrics_still_meet_in_the_collective():
+    """A gather of vectors of different lengths would hang or fail without saying why."""
+    a, b = StepMetrics(), StepMetrics()
+    a.add("x", 1.0)
+    for i in range(200):
+        b.add(f"m{i}", 1.0)
+    with pytest.raises(ValueError, match="ranks hold different metrics"):
+        reduce_over([a, b])
+
+
 def test_one_name_one_kind():
     m = StepMetrics()
     m.add("x", 1.0)
