@@ -11,7 +11,7 @@ from miles.arguments.args import ALL_FLAGS, Args
 from miles.arguments.config_files import apply_custom_config, apply_fsdp_config
 from miles.arguments.extra_flags import add_function_flags
 from miles.arguments.flag import BadValue
-from miles.arguments.parser import ArgumentsError, FlagParser, did_you_mean
+from miles.arguments.parser import ArgumentsError, FlagParser, did_you_mean, explain_unknown
 from miles.arguments.passthrough import SERVER_FLAGS, installed_flags
 from miles.arguments.resolve import resolve
 from miles.arguments.rules import check
@@ -79,7 +79,8 @@ def read_command_line(argv: Sequence[str], *, driver: str | None = None) -> Args
     parser = FlagParser(table.values())
     problems = add_function_flags(parser, argv)
     namespace, unknown = parser.parse_known_args(list(argv))
-    problems += _explain_unknown(unknown, argv, parser)
+    if unknown:
+        problems += explain_unknown(parser, argv)
     values, extras = {}, {}
     for name, value in vars(namespace).items():
         try:
@@ -108,28 +109,3 @@ def apply_files(args: Args) -> None:
     problems = apply_fsdp_config(args) + apply_custom_config(args)
     if problems:
         raise ArgumentsError(problems)
-
-
-def _explain_unknown(unknown: list[str], argv: Sequence[str], parser: FlagParser) -> list[str]:
-    known = list(parser._option_string_actions)
-    problems, flags = [], [word for word in unknown if word.startswith("-")]
-    for word in flags:
-        name = word.split("=", 1)[0]
-        problems.append(f"unknown flag {name}{did_you_mean(name, known)}")
-    for word in unknown:
-        if word.startswith("-"):
-            continue
-        before = _flag_before(word, argv)
-        if before is None:
-            problems.append(f"stray value {word!r}: values follow a flag")
-        elif before.split("=", 1)[0] in known:
-            problems.append(f"stray value {word!r} after {before}, which does not take it")
-    return problems
-
-
-def _flag_before(word: str, argv: Sequence[str]) -> str | None:
-    """The last flag on the line before `word`; None where there is none."""
-    for i in range(list(argv).index(word) - 1, -1, -1):
-        if argv[i].startswith("--"):
-            return argv[i]
-    return None

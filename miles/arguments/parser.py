@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from miles.arguments.flag import Flag
@@ -111,3 +111,34 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean --x or --y?)`, or nothing."""
     found = near(name, known)
     return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def explain_unknown(parser: FlagParser, argv: Sequence[str]) -> list[str]:
+    """One message for each unknown flag, and for each value that no flag takes; values of unknown flags go with them."""
+    known = parser._option_string_actions
+    problems: list[str] = []
+    flag, room = "", 0
+    for word in argv:
+        if _is_flag(word):
+            flag, equals, _ = word.partition("=")
+            room = 0 if equals else _room(known[flag]) if flag in known else len(argv)
+            if flag not in known:
+                problems.append(f"unknown flag {flag}{did_you_mean(flag, known)}")
+        elif room > 0:
+            room -= 1
+        elif flag:
+            problems.append(f"stray value {word!r} after {flag}, which does not take it")
+        else:
+            problems.append(f"stray value {word!r}: values follow a flag")
+    return problems
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and len(word) > 1 and not _NUMBER.match(word)
+
+
+def _room(action: argparse.Action) -> int:
+    """How many values an option may take."""
+    if isinstance(action.nargs, int):
+        return action.nargs
+    return 1 if action.nargs in (None, "?") else 1 << 30

@@ -73,7 +73,7 @@ def _type(flag: Flag) -> str:
 
 def _default(flag: Flag) -> str:
     if flag.kind is bool and flag.default is not None:
-        return "on" if flag.default else "off"
+        return "on" if flag.default and flag.options else "off"
     if flag.default is None or flag.default in ([], {}):
         return ""
     return " ".join(map(str, flag.default)) if isinstance(flag.default, list) else f"{flag.default}"

@@ -11,7 +11,6 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "sglang": ("the SGLang engine", False),
     "placement": ("the choice of nodes and collectives", False),
     "engine-topology": ("the engine topology (external engines, prefill/decode split, per-model groups)", False),
-    "multi-rank-engine": ("engines that span several GPUs", False),
     "megatron": ("the Megatron trainer", False),
     "critic": ("PPO with a critic", False),
     "fully-async": ("fully asynchronous rollout", False),
@@ -37,7 +36,6 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "multimodal": ("multimodal prompts", False),
     "async-save": ("checkpoints written in the background", False),
     "mtp": ("training of multi-token-prediction layers", False),
-    "context-parallel": ("context parallelism", False),
     "bshd": ("the bshd batch layout", False),
 }
 

@@ -68,9 +68,6 @@ def eval_files(args: Args) -> Iterator[str]:
         yield str(error)
         return
     option = "--eval-config" if args.eval_config else "--eval-prompt-data"
-    names = [d.name for d in datasets]
-    for name in sorted({n for n in names if names.count(n) > 1}):
-        yield f"{option}: two datasets are called {name}; their metrics would mix"
     for dataset in datasets:
         yield from _missing_data(f"{option} {dataset.name}", dataset.path)
 

@@ -36,7 +36,9 @@ class Class:
                 f"{path} must be a class with {', '.join(self.methods)}, not a {type(target).__name__}"
             )
         check_accepts(path, target, positional=self.positional)
-        lacking = [name for name in self.methods if not callable(getattr(target, name, None))]
+        lacking = [
+            name for name in self.methods if name not in dir(target)
+        ]  # getattr would find the metaclass's __call__
         if lacking:
             raise ImportPathError(f"{path}: class {target.__name__} has no {', '.join(lacking)}")
 

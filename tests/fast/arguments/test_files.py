@@ -1,0 +1,123 @@
+"""What must be on disk before a run starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from miles.arguments.resolve import TRACKER
+
+from .conftest import write_model
+
+
+def test_an_absent_model_directory(problems):
+    (problem,) = problems(hf_checkpoint="/nowhere")
+    assert problem.startswith("--hf-checkpoint /nowhere: no such directory")
+
+
+def test_no_model_at_all(problems):
+    assert "--hf-checkpoint is required: a Hugging Face model directory" in problems(hf_checkpoint=None)
+
+
+def test_everything_that_a_model_directory_lacks_is_listed(problems, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (problem,) = problems(hf_checkpoint=str(empty))
+    for part in ("config.json", "weights (*.safetensors", "a tokenizer (tokenizer.json"):
+        assert part in problem
+
+
+def test_a_shard_that_the_index_lists(problems, model):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = problems()
+    assert "weight file model-2.safetensors" in problem
+
+
+def test_the_reference_model_is_checked_when_it_is_used(problems, tmp_path):
+    other = write_model(tmp_path / "ref")
+    assert problems(use_kl_loss=True, ref_load=str(other)) == []
+    (other / "model.safetensors").unlink()
+    (problem,) = problems(use_kl_loss=True, ref_load=str(other))
+    assert problem.startswith(f"--ref-load {other}: missing weights")
+
+
+def test_prompt_data(problems, fields):
+    assert "--prompt-data is required" in problems(prompt_data=None)[0]
+    assert problems(prompt_data=fields["prompt_data"] + "@[0:1]") == []
+    two = fields["prompt_data"] + ",/nowhere.jsonl"
+    assert problems(prompt_data=two) == ["--prompt-data /nowhere.jsonl: no such file"]
+    assert problems(prompt_data=None, rollout_global_dataset=False) == []
+
+
+def test_eval_data(problems, fields):
+    good = ["math", fields["prompt_data"]]
+    assert problems(eval_interval=1, eval_prompt_data=good) == []
+    assert problems(eval_interval=1, eval_prompt_data=[fields["prompt_data"]]) == []
+    assert problems(eval_interval=1, eval_prompt_data=["m", "/nowhere.jsonl"]) == [
+        "--eval-prompt-data m /nowhere.jsonl: no such file"
+    ]
+    assert "given twice: math" in problems(eval_interval=1, eval_prompt_data=good + good)[0]
+    assert problems(eval_interval=1, eval_prompt_data=[*good, "odd"]) != []
+
+
+def test_eval_config(problems, tmp_path, fields):
+    config = tmp_path / "eval.yaml"
+    config.write_text(
+        json.dumps({"eval": {"datasets": [{"name": "m", "path": fields["prompt_data"], "tempreture": 1}]}})
+    )
+    (problem,) = problems(eval_interval=1, eval_config=str(config))
+    assert "--eval-config" in problem and "tempreture" in problem
+
+
+def test_a_chat_template_must_exist_somewhere(problems, model, tmp_path):
+    assert problems(apply_chat_template=True) == []
+    (model / "tokenizer_config.json").write_text("{}")
+    (problem,) = problems(apply_chat_template=True)
+    assert "has no chat template: set --chat-template-path" in problem
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    assert problems(apply_chat_template=True, chat_template_path=str(template)) == []
+    assert problems(chat_template_path="/nowhere.jinja") == ["--chat-template-path /nowhere.jinja: no such file"]
+
+
+def test_a_fresh_start_with_one_folder_for_load_and_save(make, tmp_path):
+    args = make(load=str(tmp_path / "ckpt"), save=str(tmp_path / "ckpt"), save_interval=1)
+    assert args.load is None
+    assert args.derived["load"] == "no checkpoint is there yet: a fresh start"
+
+
+def test_a_resume_with_one_folder(make, tmp_path):
+    (tmp_path / TRACKER).write_text("3")
+    assert make(load=str(tmp_path), save=str(tmp_path)).load == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda p: None, "no such folder"),
+        (lambda p: p.mkdir(), "holds no finished checkpoint"),
+        (lambda p: write_model(p), "is a Hugging Face directory"),
+    ],
+)
+def test_a_load_that_cannot_be_resumed(problems, tmp_path, prepare, said):
+    folder = tmp_path / "ckpt"
+    prepare(folder)
+    (problem,) = problems(load=str(folder))
+    assert problem.startswith(f"--load {folder}") and said in problem
+
+
+def test_an_output_below_a_file(problems, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert problems(save=str(tmp_path / "file" / "deep")) == [
+        f"--save {tmp_path}/file/deep: {tmp_path}/file is a file, so the folder cannot be made"
+    ]
+
+
+def test_relative_paths_are_made_absolute(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = make(run_dir="runs/x", save="ckpt", hf_checkpoint="model")
+    assert args.run_dir == str(tmp_path / "runs/x")
+    assert args.save == str(tmp_path / "ckpt")
+    assert args.hf_checkpoint == str(tmp_path / "model")
