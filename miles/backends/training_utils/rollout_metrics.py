@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from miles.backends.training_utils.backend import TrainShard
+from miles.backends.training_utils.batching.shards import PLAN_METRICS
 from miles.backends.training_utils.columns import RESPONSE_COLUMNS, MicroBatch
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
 from miles.backends.training_utils.metrics import StepMetrics
@@ -36,6 +37,8 @@ def rollout_data_metrics(args: Any, shard: TrainShard) -> StepMetrics:
         if column is not None:
             values = torch.tensor([float(column[i]) for i in counted], dtype=torch.float64)
             metrics.add_ratio(f"rollout/{name}", values.sum(), len(counted))
+    for name, value in shard.metadata.get(PLAN_METRICS, {}).items():
+        metrics.add_max(name, value)
     if getattr(args, "log_correct_samples", False) and "raw_reward" in shard.columns:
         _add_correct(batch, [i for i in counted if float(shard.columns["raw_reward"][i]) == 1.0], metrics)
     return metrics

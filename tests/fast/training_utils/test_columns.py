@@ -112,6 +112,8 @@ def test_rollout_metrics_do_not_depend_on_ranks_and_ignore_fillers(per_token):
         return reduce_over([rollout_data_metrics(args, shard) for shard in split_train_data(columns, plan, 0)])
 
     one, three = over(1), over(3)
+    assert one.pop("rollout/batch/fillers") == 0 and three.pop("rollout/batch/fillers") == 2
+    assert one["rollout/batch/samples_dropped"] == 0
     assert one == pytest.approx(three, rel=1e-6)
     assert one["rollout/rewards"] == pytest.approx(sum(columns["rewards"]) / 7)
     assert one["rollout/response_lengths"] == pytest.approx(sum(columns["response_lengths"]) / 7)

@@ -170,11 +170,12 @@ def test_three_samples_over_two_ranks_train_with_one_filler():
     assert sum(map(sum, columns["loss_masks"])) > 0, "the batch itself was left alone"
 
 
-def test_an_oversize_sample_goes_alone_and_is_counted():
+def test_an_oversize_sample_goes_alone_and_is_counted(caplog):
     args = make_args(global_batch_size=3, use_dynamic_batch_size=True, max_tokens_per_gpu=10)
     plan = plan_batches(columns_of([25, 4, 5]), TrainParallelConfig(1), args)
     assert plan.oversize == [0] and plan.metrics["rollout/batch/samples_over_token_cap"] == 1.0
     assert sorted(sorted(mb.indices) for mb in plan.steps[0].ranks[0]) == [[0], [1, 2]]
+    assert "0 (25 tokens)" in caplog.text
 
 
 def test_steps_are_blocks_of_rollouts_and_a_tail_is_counted_or_trained():
@@ -250,7 +251,7 @@ def test_shards_split_arrays_and_lists_and_keep_what_is_common():
     shards = split_train_data(columns, plan, rollout_id=9)
     assert sorted(float(r) for s in shards for r in s.columns["rewards"]) == [0.0, 1.0, 2.0, 3.0]
     for shard in shards:
-        assert shard.rollout_id == 9 and shard.metadata == {"dynamic_global_batch_size": 4}
+        assert shard.rollout_id == 9 and shard.metadata["dynamic_global_batch_size"] == 4
         assert shard.steps[0].micro_batches == [[0], [1]]
         assert all(len(t) == n for t, n in zip(shard.columns["tokens"], shard.columns["total_lengths"], strict=True))
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from miles.backends.training_utils.batching.bins import (
     split_to_multiple,
 )
 from miles.backends.training_utils.batching.flops import ModelDims, sequence_flops
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ def plan_batches(train_data: TrainData, parallel: TrainParallelConfig, args: Any
     dropped = [index for rollout in rollouts[start:] for index in rollout]
     kept = {index for rollout in rollouts[:start] for index in rollout}
     oversize = [i for i in sorted(kept) if cap is not None and lengths[i] > cap]
+    if dropped:
+        logger.warning("%d samples of trailing rollouts fill no optimizer step and are not trained", len(dropped))
+    if oversize:
+        shown = ", ".join(f"{i} ({lengths[i]} tokens)" for i in oversize[:5])
+        logger.warning("%d samples exceed the cap of %s tokens and run alone: %s", len(oversize), cap, shown)
     return BatchPlan(steps, len(lengths), dropped, oversize)
 
 

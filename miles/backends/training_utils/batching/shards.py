@@ -13,6 +13,8 @@ from miles.backends.training_utils.batching.planner import BatchPlan
 
 # Column that marks copies which only keep a rank busy: True for those.
 FILLERS = "fillers"
+# Key of a shard's metadata: the plan's own metrics, the same on every rank.
+PLAN_METRICS = "batch_plan"
 
 
 def split_train_data(train_data: TrainData, plan: BatchPlan, rollout_id: int) -> list[TrainShard]:
@@ -26,6 +28,7 @@ def split_train_data(train_data: TrainData, plan: BatchPlan, rollout_id: int) ->
     if wrong:
         raise ValueError(f"train data of {plan.num_samples} samples: column {', column '.join(wrong)} entries")
     metadata = {name: value for name, value in train_data.items() if name not in columns}
+    metadata[PLAN_METRICS] = plan.metrics
     shards = []
     for rank in range(len(plan.steps[0].ranks)):
         order: list[int] = []
