@@ -11,23 +11,17 @@ class MoeArchitectureArgs:
     moe_ffn_hidden_size: int | None = flag(None, "Width of an expert.", ge=1)
     moe_router_topk: int | None = flag(None, "Experts of a token.", ge=1)
     moe_shared_expert_intermediate_size: int | None = flag(None, "Width of the shared experts together.", ge=0)
-    moe_shared_expert_gate: bool = flag(False, "A gate on the shared expert.", owner="megatron")
-    moe_layer_freq: str | None = flag(
-        None, "Which layers have experts: a period or a list expression.", owner="megatron"
-    )
-    moe_latent_size: int | None = flag(
-        None, "Width that tokens are projected to before experts.", ge=1, owner="megatron"
-    )
-    moe_router_num_groups: int | None = flag(
-        None, "Groups of experts for group-limited routing.", ge=1, owner="megatron"
-    )
-    moe_router_group_topk: int | None = flag(None, "Groups of a token.", ge=1, owner="megatron")
+    moe_shared_expert_gate: bool = flag(False, "A gate on the shared expert.")
+    moe_layer_freq: str | None = flag(None, "Which layers have experts: a period or a list expression.")
+    moe_latent_size: int | None = flag(None, "Width that tokens are projected to before experts.", ge=1)
+    moe_router_num_groups: int | None = flag(None, "Groups of experts for group-limited routing.", ge=1)
+    moe_router_group_topk: int | None = flag(None, "Groups of a token.", ge=1)
     moe_router_score_function: str | None = flag(
-        None, "How router logits become scores.", choices=("softmax", "sigmoid", "sqrtsoftplus"), owner="megatron"
+        None, "How router logits become scores.", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
-    moe_router_pre_softmax: bool = flag(False, "Softmax before top-k.", owner="megatron")
-    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the chosen scores.", owner="megatron")
-    moe_router_enable_expert_bias: bool = flag(False, "A bias that balances experts.", owner="megatron")
+    moe_router_pre_softmax: bool = flag(False, "Softmax before top-k.")
+    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the chosen scores.")
+    moe_router_enable_expert_bias: bool = flag(False, "A bias that balances experts.")
 
 
 @group("Experts, Megatron only", owner="megatron", system="megatron")

@@ -72,6 +72,10 @@ CONFIG: dict[str, Callable[[Config], Any]] = {
     "num_experts": _keys("num_experts", "n_routed_experts", "num_local_experts"),
     "moe_ffn_hidden_size": _keys("moe_intermediate_size"),
     "moe_router_topk": _keys("num_experts_per_tok"),
+    "moe_router_num_groups": _keys("n_group"),
+    "moe_router_group_topk": _keys("topk_group"),
+    "moe_router_topk_scaling_factor": _keys("routed_scaling_factor"),
+    "moe_router_score_function": _keys("scoring_func"),
 }
 
 
@@ -91,7 +95,7 @@ def read_config(directory: str | None) -> Config:
 
 def differences(args: Args) -> Iterator[str]:
     """One message that lists every given flag that contradicts the config."""
-    given = [name for name in CONFIG if name in args.given and not _says_nothing(args, name)]
+    given = [name for name in CONFIG if name in args.given and getattr(args, name) is not None]
     config = read_config(args.hf_checkpoint) if given else {}
     wrong = []
     for name in given:
@@ -100,10 +104,6 @@ def differences(args: Args) -> Iterator[str]:
             wrong.append(f"{FLAGS[name].option} {value} (config: {actual})")
     if wrong:
         yield f"architecture flags that contradict {args.hf_checkpoint}/config.json: {', '.join(wrong)}. Drop or correct them"
-
-
-def _says_nothing(args: Args, name: str) -> bool:
-    return getattr(args, name) is None
 
 
 def _equal(value: Any, actual: Any) -> bool:
