@@ -34,12 +34,16 @@ class DatasetKeys:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, ready to be sampled from. `length` is in tokens, None when it was not needed."""
+    """One prompt, ready to be sampled from.
+
+    `length` is in tokens, None when it was not needed; `where` names file and row for messages.
+    """
 
     prompt: Prompt
     label: str | None
     metadata: dict[str, Any] = field(default_factory=dict)
     length: int | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ def _prompt_row(row: _RawRow, keys: DatasetKeys, render: Any, count: Any) -> Pro
     if tools:
         metadata["tools"] = tools
     prompt = render(prompt, tools)
-    return PromptRow(prompt, label, metadata, count(prompt, tools))
+    return PromptRow(prompt, label, metadata, count(prompt, tools), f"{row.file} row {row.number}")
 
 
 def load_prompt_rows(

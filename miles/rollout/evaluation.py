@@ -13,6 +13,7 @@ from miles.rollout.eval_config import EvalDatasetConfig, load_eval_configs
 from miles.rollout.failures import flatten
 from miles.rollout.generate_and_rm import generate_and_rm_group
 from miles.rollout.generate_state import GenerateState
+from miles.rollout.rm_hub import RewardConfigError, reward_problems, row_problems
 from miles.utils.seeds import derive_seed
 from miles.utils.types import Group, RewardSpec, Sample, SampleStatus
 
@@ -24,13 +25,14 @@ class Evaluator:
     """
 
     def __init__(self, args: Any, state: GenerateState) -> None:
-        self.args = args
+        self.args = _with_eval_reward_key(args)
         self.configs = load_eval_configs(args)
-        if not self.configs:
-            raise ValueError("nothing to evaluate: set --eval-prompt-data NAME PATH or --eval-config FILE")
         for config in self.configs:
             state.generate_function_for(config.custom_generate_function_path)
         self._rows = {config.name: self._load(config, state.tokenizer) for config in self.configs}
+        for config in self.configs:
+            own = {"rm_type": config.rm_type} if config.rm_type else {}
+            check_rewards(self.args, self._rows[config.name], config.metadata_overrides | own)
 
     def _load(self, config: EvalDatasetConfig, tokenizer: Any) -> list[PromptRow]:
         keys = DatasetKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
@@ -39,8 +41,11 @@ class Evaluator:
 
     async def run(self, state: GenerateState) -> RolloutFnEvalOutput:
         """Evaluate all data sets. A sample that failed, its reward included, has reward None and is only counted."""
+        state = copy.copy(state)  # the same engines and limits under this evaluation's own reward key
+        state.args = self.args
         results = await asyncio.gather(*(self._run_dataset(state, config) for config in self.configs))
-        data, metrics = {}, {}
+        data: dict[str, dict[str, list]] = {}
+        metrics: dict[str, float] = {}
         for config, samples in zip(self.configs, results, strict=True):
             rewards = [self._reward(sample) for sample in samples]
             truncated = [sample.status is SampleStatus.TRUNCATED for sample in samples]
@@ -52,12 +57,9 @@ class Evaluator:
     def _reward(self, sample: Sample) -> float | None:
         if sample.reward is None or sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
             return None
-        key = getattr(self.args, "eval_reward_key", None) or getattr(self.args, "reward_key", None)
-        if key is None or not isinstance(sample.reward, dict):
-            return sample.reward  # type: ignore[return-value]
-        if key not in sample.reward:
-            raise KeyError(f"--eval-reward-key {key}: the reward has only {', '.join(sample.reward)}")
-        return sample.reward[key]
+        if isinstance(sample.reward, dict) and getattr(self.args, "reward_key", None):
+            return sample.reward[self.args.reward_key]
+        return sample.reward  # type: ignore[return-value]
 
     async def _run_dataset(self, state: GenerateState, config: EvalDatasetConfig) -> list[Sample]:
         params = config.sampling_params(state.sampling_params)
@@ -85,6 +87,29 @@ class Evaluator:
     ) -> list[Sample | list[Sample]]:
         seeds = [derive_seed(self.args.rollout_seed, "eval", config.name, s.index) for s in group]  # type: ignore[arg-type]
         return await generate_and_rm_group(state, group, params, evaluation=True, seeds=seeds)
+
+
+def _with_eval_reward_key(args: Any) -> Any:
+    key = getattr(args, "eval_reward_key", None)
+    if key is None or key == getattr(args, "reward_key", None):
+        return args
+    args = copy.copy(args)
+    args.reward_key = key
+    return args
+
+
+def check_rewards(args: Any, rows: list[PromptRow], overrides: dict[str, Any] | None = None) -> None:
+    """Raises: RewardConfigError for rows whose reward cannot work, before a single token is sampled.
+
+    Args:
+        overrides: metadata that every row gets on top of its own.
+    """
+    named = [(row.where, {**row.metadata, **(overrides or {})}) for row in rows]
+    if getattr(args, "custom_generate_function_path", None) and not getattr(args, "rm_type", None):
+        named = [(where, metadata) for where, metadata in named if metadata.get("rm_type")]  # it may score by itself
+    problems = [*reward_problems(args), *row_problems(args, named)]
+    if problems:
+        raise RewardConfigError("\n".join(problems))
 
 
 def pass_at_k(name: str, samples: list[Sample], rewards: list[float | None], n: int) -> dict[str, float]:

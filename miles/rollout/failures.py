@@ -39,6 +39,14 @@ def flatten(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
     return [s for entry in group for s in (flatten(entry) if isinstance(entry, list) else [entry])]
 
 
+def first_index(group: Iterable[Sample | list[Sample]]) -> int:
+    """The index of a group's first sample: groups are ordered by it."""
+    index = flatten(group)[0].index
+    if index is None:
+        raise ValueError("a sample has no index")
+    return index
+
+
 def group_failures(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
     """Samples of a group that must not train: failed, aborted, or never finished."""
     return [s for s in flatten(group) if s.status not in FINAL or s.reward is None]
@@ -80,6 +88,5 @@ class FailureLog:
         )
 
     def metrics(self) -> dict[str, float]:
-        return {"rollout/failed_groups": self.groups} | {
-            f"rollout/error_cat/{name}": count for name, count in sorted(self.categories.items())
-        }
+        counts = {f"rollout/error_cat/{name}": float(n) for name, n in sorted(self.categories.items())}
+        return {"rollout/failed_groups": float(self.groups)} | counts

@@ -11,7 +11,7 @@ from miles.rollout.base_types import GenerateFnInput
 from miles.rollout.compat import GenerateFn
 from miles.rollout.failures import FINAL, failure_category, flatten, is_fatal, is_permanent
 from miles.rollout.generate_state import GenerateState
-from miles.rollout.rm_hub import async_rm, batched_async_rm
+from miles.rollout.rm_hub import RewardFailure, async_rm, batched_outcomes
 from miles.utils.seeds import derive_seed
 from miles.utils.types import Group, Sample, SampleStatus
 
@@ -89,9 +89,9 @@ async def _score(state: GenerateState, result: Execution) -> None:
     if not missing or any(s.status not in FINAL for s in samples):
         return
     if isinstance(result, Sample):
-        await _ask_for_rewards(state, missing, lambda: _one(state.args, result))
+        await _ask_for_rewards(state, missing, lambda: _outcome(state.args, result))
     else:
-        await _ask_for_rewards(state, missing, lambda: batched_async_rm(state.args, missing))
+        await _ask_for_rewards(state, missing, lambda: batched_outcomes(state.args, missing))
 
 
 async def _score_group(state: GenerateState, group: list[Execution]) -> None:
@@ -99,41 +99,36 @@ async def _score_group(state: GenerateState, group: list[Execution]) -> None:
     samples = flatten(group)
     if any(s.status not in FINAL for s in samples) or all(s.reward is not None for s in samples):
         return
-    await _ask_for_rewards(state, samples, lambda: batched_async_rm(state.args, samples))
+    await _ask_for_rewards(state, samples, lambda: batched_outcomes(state.args, samples))
 
 
-async def _one(args: Any, sample: Sample) -> list[Any]:
-    return [await async_rm(args, sample)]
+async def _outcome(args: Any, sample: Sample) -> list[Any]:
+    try:
+        return [await async_rm(args, sample)]
+    except RewardFailure as failure:
+        return [failure]
 
 
 async def _ask_for_rewards(
     state: GenerateState, samples: list[Sample], ask: Callable[[], Awaitable[Sequence[Any]]]
 ) -> None:
-    """Set the rewards that `ask` gives; ask again when that fails. The responses stay: only the reward is in question.
+    """Set the rewards that `ask` gives; ask again where it failed. The responses stay: only the reward is in question.
 
     What has no reward in the end is FAILED, for good: generating again would not help the reward function.
     """
-    problem = ("reward_none", "the reward function returned None")
+    outcomes: Sequence[Any] = []
     for attempt in range(_attempts(state)):
         if attempt:
             await asyncio.sleep(_RETRY_PAUSE_S * attempt)
-        try:
-            rewards = await ask()
-            if len(rewards) != len(samples):
-                raise ValueError(f"the reward function returned {len(rewards)} rewards for {len(samples)} samples")
-        except Exception as error:
-            logger.debug("reward of sample %s failed", samples[0].index, exc_info=True)
-            problem = (failure_category(error, "reward_error"), _text(error))
-            if is_permanent(error):
-                break
-            continue
-        for sample, reward in zip(samples, rewards, strict=True):
-            sample.reward = reward
-        if all(reward is not None for reward in rewards):
-            return
-    for sample in samples:
-        if sample.reward is None:
-            sample.fail(problem[0], f"sample {sample.index}: {problem[1]}", permanent=True)
+        outcomes = await ask()
+        failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
+        if all(failure.permanent for failure in failures):
+            break
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        if isinstance(outcome, RewardFailure):
+            sample.fail(outcome.category, f"sample {sample.index}: {outcome.message}", permanent=True)
+        else:
+            sample.reward = outcome
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def _call_from(value: Any, arguments_keys: tuple[str, ...] = ("arguments", "para
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return ToolCall("", {}, "a tool call needs a name")
-    arguments = next((value[key] for key in arguments_keys if key in value), {})
+    arguments: Any = next((value[key] for key in arguments_keys if key in value), {})
     if isinstance(arguments, str):  # some models write the arguments as JSON text
         try:
             arguments = json.loads(arguments)

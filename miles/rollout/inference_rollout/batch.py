@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from miles.rollout.data_source import DataSource
-from miles.rollout.failures import FailureLog, RolloutError, group_failures
+from miles.rollout.failures import FailureLog, RolloutError, first_index, group_failures
 from miles.rollout.filter_hub.base_types import call_dynamic_filter
 from miles.rollout.generate_and_rm import Execution, generate_and_rm_group
 from miles.rollout.generate_state import GenerateState
 from miles.rollout.inference_rollout.cutoff import cut_off
-from miles.utils.types import Group
+from miles.utils.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class BatchCollector:
         while len(self.kept) < self.target:
             self._refill()
             done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda t: self.tasks[t][0].index):  # type: ignore[arg-type, return-value]
+            for task in sorted(done, key=lambda t: first_index(self.tasks[t])):
                 self.tasks.pop(task)
                 self._take(task.result())
             self._check_progress()
@@ -113,10 +113,13 @@ class BatchCollector:
         if not getattr(self.args, "partial_rollout", False):
             return
         recycled = [group for group, _ in unfinished]
-        recycled += [group for group in self.surplus if not any(isinstance(entry, list) for entry in group)]
+        for finished in self.surplus:
+            samples = [entry for entry in finished if isinstance(entry, Sample)]
+            if len(samples) == len(finished):  # what an execution made of several samples cannot be handed out again
+                recycled.append(samples)
         for group in recycled:
             self._stamp(group)
-        recycled.sort(key=lambda group: group[0].index)
+        recycled.sort(key=first_index)
         self.data_source.add_samples(recycled)
         self.recycled = len(recycled)
 

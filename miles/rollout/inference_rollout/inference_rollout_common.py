@@ -11,8 +11,8 @@ from miles.rollout.base_types import (
     RolloutFnTrainOutput,
 )
 from miles.rollout.eval_config import load_eval_configs
-from miles.rollout.evaluation import Evaluator
-from miles.rollout.failures import flatten
+from miles.rollout.evaluation import Evaluator, check_rewards
+from miles.rollout.failures import first_index
 from miles.rollout.generate_state import GenerateState
 from miles.rollout.inference_rollout.batch import BatchCollector
 from miles.utils.imports import load_function
@@ -40,7 +40,8 @@ class InferenceRolloutFn:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Load tokenizer, hooks and evaluation data now, so that what is wrong with them is said at startup."""
+        """Check rewards, load tokenizer, hooks and evaluation data now, so that what is wrong with them is said at startup."""
+        check_rewards(self.args, getattr(self.data_source, "rows", None) or [])
         self._state = GenerateState(self.args, self.engines)
         if load_eval_configs(self.args):
             self._evaluator = Evaluator(self.args, self._state)
@@ -48,7 +49,8 @@ class InferenceRolloutFn:
     @property
     def state(self) -> GenerateState:
         if self._state is None:
-            self._state = GenerateState(self.args, self.engines)
+            self._prepare()
+        assert self._state is not None
         return self._state
 
     async def __call__(self, input: RolloutFnInput) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
@@ -59,7 +61,7 @@ class InferenceRolloutFn:
     async def _evaluate(self, input: RolloutFnEvalInput) -> RolloutFnEvalOutput:
         state = input.generate_state or self.state
         if self._evaluator is None:
-            self._evaluator = Evaluator(self.args, state)
+            raise ValueError("nothing to evaluate: set --eval-prompt-data NAME PATH or --eval-config FILE")
         return await self._evaluator.run(state)
 
     async def _train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
@@ -71,10 +73,10 @@ class InferenceRolloutFn:
         finally:
             await batch.stop()
             self.state.reset()
-        groups = sorted(batch.kept, key=lambda group: flatten(group)[0].index)
+        groups = sorted(batch.kept, key=first_index)
         if self.sample_filter is not None:
             self.sample_filter(self.args, groups)
         if self.all_samples_process is not None:
-            everything = sorted(batch.finished, key=lambda group: flatten(group)[0].index)
+            everything = sorted(batch.finished, key=first_index)
             self.all_samples_process(self.args, everything, self.data_source.get_samples)
-        return RolloutFnTrainOutput(samples=groups, metrics=batch.metrics())
+        return RolloutFnTrainOutput(samples=groups, metrics=batch.metrics())  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from miles.rollout.dataset import DatasetError
 from miles.rollout.eval_config import load_eval_configs
 from miles.rollout.evaluation import pass_at_k
 from miles.rollout.inference_rollout import InferenceRolloutFn
+from miles.rollout.rm_hub import RewardConfigError
 from miles.utils.imports import ImportPathError, register_function
 from miles.utils.types import Sample, SampleStatus
 from tests.fast.rollout.fakes import FakePool, make_args, prompt_rows, write_jsonl
@@ -136,6 +137,18 @@ def test_bad_evaluation_data_is_told_at_startup(run_args, sets, tmp_path):
     config = {"eval": {"datasets": [{"name": "a", "path": sets[0], "custom_generate_function_path": "nope.fn"}]}}
     with pytest.raises(ImportPathError, match="nope"):
         build(eval_config=config_file(tmp_path, config))
+
+
+def test_a_reward_that_does_not_exist_is_told_at_startup_with_its_row(run_args, sets, tmp_path):
+    rows = [{"input": "q", "label": "1", "metadata": {"rm_type": t}} for t in ("math", "maths")]
+    data = write_jsonl(tmp_path / "rm.jsonl", rows)
+    for overrides in ({"prompt_data": data}, {"eval_prompt_data": ["a", data], "rm_type": "math"}):
+        args = run_args(custom_rm_path=None, **overrides)
+        with pytest.raises(RewardConfigError, match=r"rm.jsonl row 2.*maths"):
+            InferenceRolloutFn(RolloutFnConstructorInput(args, RolloutDataSourceWithBuffer(args), FakePool()))
+    args = run_args(custom_rm_path=None)
+    with pytest.raises(RewardConfigError, match="no reward; set --rm-type"):
+        InferenceRolloutFn(RolloutFnConstructorInput(args, RolloutDataSourceWithBuffer(args), FakePool()))
 
 
 def test_pass_at_k_uses_the_data_sets_own_n_and_complete_prompts():

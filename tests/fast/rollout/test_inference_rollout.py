@@ -285,6 +285,18 @@ async def test_executions_that_fan_out_share_one_rollout_id_and_one_reward_call(
     assert {s.rollout_id for s in execution} == {execution[0].index} == {2}
 
 
+async def test_a_generate_function_may_score_by_itself(run_args):
+    async def scored(args, sample, sampling_params):
+        sample.tokens, sample.response_length, sample.status = [1, 2, 3], 2, SampleStatus.COMPLETED
+        sample.reward = 0.25
+        return sample
+
+    register_function("test.scored", scored)
+    args = run_args(custom_generate_function_path="test.scored", custom_rm_path=None)
+    output = await rollout(build(args, FakePool())[0])
+    assert [s.reward for group in output.samples for s in group] == [0.25] * 8
+
+
 async def test_sample_hooks_see_the_batch_and_all_finished_groups(run_args):
     seen = {}
 
