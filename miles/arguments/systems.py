@@ -36,7 +36,6 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "multimodal": ("multimodal prompts", False),
     "async-save": ("checkpoints written in the background", False),
     "mtp": ("training of multi-token-prediction layers", False),
-    "bshd": ("the bshd batch layout", False),
 }
 
 

@@ -17,7 +17,6 @@ class BackendArgs:
         "thd",
         "Batch layout: thd packs sequences into one row, bshd pads them.",
         choices=("thd", "bshd"),
-        later={"bshd": "bshd"},
     )
     deterministic_mode: bool = flag(
         False, "Only deterministic kernels in the trainer. CPU runs are deterministic without it."

@@ -23,7 +23,9 @@ class FaultToleranceArgs:
     rollout_health_check_timeout: float = flag(
         30.0, "Seconds that an engine has to answer.", gt=0, owner="fault-tolerance"
     )
-    rollout_health_check_first_wait: float = flag(0.0, "Seconds before the first probe.", ge=0, owner="fault-tolerance")
+    rollout_health_check_first_wait: float = flag(
+        0.0, "Nothing.", ge=0, dead="an engine is probed from the moment it has answered for the first time"
+    )
 
 
 @group("Fault-tolerant trainer", system="ft-trainer")

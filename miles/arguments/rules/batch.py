@@ -89,6 +89,12 @@ RULES = (
         "--micro-batch-size {micro_batch_size} has no effect with --use-dynamic-batch-size: drop one of them",
     ),
     Rule(
+        "padded-batches-are-static",
+        lambda a: a.qkv_format == "bshd" and a.use_dynamic_batch_size,
+        "--qkv-format bshd pads sequences to the longest of a micro-batch, which --max-tokens-per-gpu would not count: use thd with "
+        "--use-dynamic-batch-size, or set --micro-batch-size",
+    ),
+    Rule(
         "flops-balance-needs-dynamic-batch",
         lambda a: a.balance_by_flops and not a.use_dynamic_batch_size,
         "--balance-by-flops balances dynamic micro-batches: set --use-dynamic-batch-size and --max-tokens-per-gpu",

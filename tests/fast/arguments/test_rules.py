@@ -31,6 +31,10 @@ BROKEN = {
         {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "micro_batch_size": 2},
         "--micro-batch-size 2 has no effect",
     ),
+    "padded-batches-are-static": (
+        {"qkv_format": "bshd", "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9},
+        "--qkv-format bshd pads sequences",
+    ),
     "flops-balance-needs-dynamic-batch": ({"balance_by_flops": True}, "set --use-dynamic-batch-size"),
     "dynamic-global-batch-needs-dynamic-batch": (
         {"use_dynamic_global_batch_size": True},
