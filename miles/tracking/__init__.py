@@ -1,0 +1,1 @@
+"""Metrics: what they are computed from, where they are written, how they are shown."""

@@ -1,0 +1,145 @@
+"""The end of a run: a table of what it did, and its plot, from `metrics.jsonl` alone.
+
+`python -m miles.tracking.summary RUN_DIR` makes both again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from miles.tracking.sinks.jsonl import FILE_NAME, read_rows
+from miles.tracking.statistics import mean
+from miles.tracking.step_view import PHASES, is_eval_score, number, sparkline
+from miles.tracking.steps import EVAL, ROLLOUT
+
+_EDGE = 5  # steps at each end that the table averages over
+
+
+@dataclass
+class History:
+    """Metrics of a run by axis, name and step: `values["rollout/step"]["rollout/raw_reward"][3]`."""
+
+    values: dict[str, dict[str, dict[int, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
+    )
+    seconds: float = 0.0
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> History:
+        """Raises: FileNotFoundError that says what the folder should have, ValueError for a damaged file."""
+        path = Path(run_dir) / FILE_NAME
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: {run_dir} is not the folder of a run that logged a step")
+        history = cls()
+        times = []
+        for row in read_rows(path):
+            times.append(row.get("_time", 0.0))
+            for name, value in row.items():
+                if name not in ("step_key", "step", "_time") and isinstance(value, int | float):
+                    history.values[row["step_key"]][name][row["step"]] = float(value)
+        history.seconds = times[-1] - times[0] if times else 0.0
+        return history
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, by step, on whichever axis it was logged."""
+        for by_name in self.values.values():
+            if name in by_name:
+                return sorted(by_name[name].items())
+        return []
+
+    def evals(self) -> dict[str, list[tuple[int, float]]]:
+        """Mean reward of every evaluated data set."""
+        names = [name for name in self.values.get(EVAL, {}) if name.startswith("eval/") and is_eval_score(name)]
+        return {name.removeprefix("eval/"): self.series(name) for name in sorted(names)}
+
+
+def summarize(run_dir: str | Path, console: Console | None = None) -> Path | None:
+    """Print the table and draw `reward.png`. Returns: the plot's path; None where nothing was logged to draw."""
+    from miles.tracking.plot import draw_rewards
+
+    console = console or Console()
+    history = History.read(run_dir)
+    console.print(summary_table(history, str(run_dir)))
+    picture = draw_rewards(history, Path(run_dir) / "reward.png", title=Path(run_dir).resolve().name)
+    console.print(f"run folder  {run_dir}", soft_wrap=True, highlight=False)
+    if picture is not None:
+        console.print(f"plot        {picture}", soft_wrap=True, highlight=False)
+    return picture
+
+
+def summary_table(history: History, title: str) -> Table:
+    """First and last steps of what matters, and where the time went."""
+    table = Table(title=f"{Path(title).name}: summary", title_justify="left", header_style="bold")
+    table.add_column("metric")
+    table.add_column(f"first {_EDGE} steps", justify="right")
+    table.add_column(f"last {_EDGE} steps", justify="right")
+    table.add_column("best", justify="right")
+    table.add_column("course")
+    _add_series(table, "reward", history.series("rollout/raw_reward"), best=max)
+    for name, points in history.evals().items():
+        _add_series(table, f"eval {name}", points, best=max, edge=1)
+    _add_series(table, "response length (tokens)", history.series("rollout/response_len/mean"))
+    _add_series(table, "truncated", history.series("rollout/truncated_ratio"), best=min)
+    _add_series(table, "|Δ log-prob| trainer, engine", history.series("train/train_rollout_logprob_abs_diff"), best=min)
+    _add_series(table, "gradient norm", history.series("train/grad_norm"))
+    _add_series(table, "seconds a step", history.series("perf/step_time"), best=min)
+    _add_series(table, "tokens/s an engine", history.series("perf/tokens_per_gpu_per_sec"), best=max)
+    table.add_section()
+    steps = history.series("perf/step_time")
+    total = sum(value for _, value in steps)
+    table.add_row("steps", "", str(len(steps)), "", "")
+    table.add_row("time", "", f"{total:.1f} s", "", _where_time_went(history, total))
+    return table
+
+
+def _add_series(
+    table: Table, label: str, points: Sequence[tuple[int, float]], best: Any = None, edge: int = _EDGE
+) -> None:
+    values = [value for _, value in points]
+    if not values:
+        return
+    finite = [value for value in values if value == value]
+    table.add_row(
+        label,
+        number(mean(values[:edge])),
+        number(mean(values[-edge:])),
+        number(best(finite)) if best and finite else "",
+        sparkline(values, width=24),
+    )
+
+
+def _where_time_went(history: History, total: float) -> str:
+    if not total:
+        return ""
+    rollout = history.values.get(ROLLOUT, {})
+    parts, rest = [], total
+    for label, timers, _ in PHASES:
+        spent = next((sum(rollout[t].values()) for t in timers if t in rollout), 0.0)
+        rest -= spent
+        parts.append(f"{label} {spent / total:.0%}")
+    return ", ".join([*parts, f"other {max(rest, 0.0) / total:.0%}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python -m miles.tracking.summary RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        summarize(arguments[0])
+    except (OSError, ValueError) as error:
+        print(f"miles: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
