@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, persistent_buffers, reshard
-from miles.backends.training_utils.checkpoint import CheckpointError, disk_error
+from miles.backends.training_utils.checkpoint import CheckpointError
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.utils.seeds import derive_seed
 
@@ -46,15 +49,18 @@ class TrainState:
 def save_state(state: TrainState, directory: Path, args: Any) -> None:
     """Write this rank's part below `directory`. Raises: CheckpointError on every rank when any rank could not write."""
     rank = dist.get_rank()
-    reshard(state.loaded.module)
-    tensors = _tensors(state, with_optimizer=not getattr(args, "no_save_optim", False))
+    kept = not getattr(args, "no_save_optim", False)
+    tensors = _tensors(state, with_optimizer=kept)
+    _check_room(tensors, directory)
     on_every_rank(lambda: dcp.save(tensors, checkpoint_id=directory / _TENSORS), directory)
+    # An optimizer that has taken no step has no moments to save, which is not the same as leaving them out.
+    moments = "left out" if not kept else "saved" if state.optimizer and state.optimizer.state else "none yet"
 
     def small_files() -> None:
         torch.save(rng_state(), directory / f"rng_rank{rank}.pt")
         if rank == 0:
             (directory / _SCHEDULE).write_text(json.dumps(state.schedule.state_dict(), indent=2))
-            (directory / _MODEL).write_text(json.dumps(fingerprint(state.loaded), indent=2))
+            (directory / _MODEL).write_text(json.dumps(fingerprint(state.loaded) | {"optimizer": moments}, indent=2))
 
     on_every_rank(small_files, directory)
 
@@ -64,18 +70,16 @@ def load_state(state: TrainState, directory: Path, args: Any) -> None:
 
     Raises: CheckpointError when it is another model's, or lacks something that is asked for.
     """
-    check_fingerprint(json.loads(_read(directory / _MODEL)), fingerprint(state.loaded), directory)
+    saved = json.loads(_read(directory / _MODEL))
+    check_fingerprint(saved, fingerprint(state.loaded), directory)
     finetune = getattr(args, "finetune", False)
     with_optimizer = state.optimizer is not None and not (finetune or getattr(args, "no_load_optim", False))
-    reshard(state.loaded.module)
+    if with_optimizer and saved["optimizer"] == "left out":
+        raise CheckpointError(f"{directory} has no optimizer state (--no-save-optim): --no-load-optim goes on without")
+    with_optimizer &= saved["optimizer"] == "saved"
     if with_optimizer:
         _prepare_optimizer(state)
     tensors = _tensors(state, with_optimizer=with_optimizer)
-    has = dcp.FileSystemReader(directory / _TENSORS).read_metadata().state_dict_metadata
-    if with_optimizer and not any(key.startswith("optimizer.") for key in has):
-        raise CheckpointError(
-            f"{directory} has no optimizer state (--no-save-optim): pass --no-load-optim to go on without"
-        )
     dcp.load(tensors, checkpoint_id=directory / _TENSORS)
     reshard(state.loaded.module)
     if finetune:
@@ -201,14 +205,40 @@ def _load_rng(directory: Path, args: Any) -> None:
 def on_every_rank(work: Callable[[], Any], where: Path) -> None:
     """Run `work` on this rank and agree on the outcome: a failure of one rank raises CheckpointError on all."""
     problem: str | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         work()
-    except Exception as error:
+    except CheckpointException as error:  # torch has told all ranks already
         cause = error
-        problem = str(disk_error(error, where)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        problem = "; ".join(f"{type(e).__name__}: {e}" for e, _ in error.failures.values())
+    except Exception as error:
+        cause, problem = error, f"{type(error).__name__}: {error}"
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
     if failed:
-        raise CheckpointError("; ".join(failed)) from cause
+        raise CheckpointError(
+            f"writing {where} failed, {shutil.disk_usage(where).free / 1e9:.2f} GB are free there; earlier checkpoints are "
+            f"untouched. {'; '.join(failed)}"
+        ) from cause
+
+
+def _check_room(tensors: dict[str, Any], directory: Path) -> None:
+    """Raise CheckpointError on every rank where the disk cannot hold what is about to be written."""
+    needed = torch.tensor(
+        sum(local_bytes(t) for t in tensors.values() if isinstance(t, torch.Tensor)), dtype=torch.int64
+    )
+    dist.all_reduce(needed)
+    room: list[int] = [shutil.disk_usage(directory).free]
+    dist.broadcast_object_list(room, src=0)
+    if room[0] < int(needed):
+        raise CheckpointError(
+            f"a checkpoint needs {int(needed) / 1e9:.2f} GB and {directory} has {room[0] / 1e9:.2f} GB free: make room, "
+            "or point --save elsewhere. Nothing was written; earlier checkpoints are untouched."
+        )
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of this rank's part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
