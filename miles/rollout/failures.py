@@ -56,7 +56,7 @@ class FailureLog:
     """Failed groups of one rollout, counted; stops the rollout when too many fail.
 
     Args:
-        max_ratio: share of the attempted groups that may fail (`--max-failed-group-ratio`).
+        max_ratio: share of the requested groups, replacements of failed ones included, that may fail (`--max-failed-group-ratio`).
         target: groups in a batch; the share is taken of at least that many.
     """
 
@@ -77,13 +77,13 @@ class FailureLog:
             self.messages.append(f"{category}: {message}")
         logger.warning("group %s dropped: %s", failed[0].group_index, "; ".join(self.messages[-len(failed) :]))
 
-    def check(self, attempted: int) -> None:
-        """Raises: RolloutError when more than the allowed share of the attempted groups failed."""
-        if self.groups <= self.max_ratio * max(attempted, self.target):
+    def check(self, requested: int) -> None:
+        """Raises: RolloutError when more than the allowed share of the requested groups failed."""
+        if self.groups <= self.max_ratio * max(requested, self.target):
             return
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.categories.items()))
         raise RolloutError(
-            f"{self.groups} of {attempted} groups failed, more than --max-failed-group-ratio {self.max_ratio} allows "
+            f"{self.groups} of {requested} groups failed, more than --max-failed-group-ratio {self.max_ratio} allows "
             f"({counts}). First failures:\n  " + "\n  ".join(self.messages[:3])
         )
 

@@ -91,8 +91,8 @@ class BatchCollector:
             self.surplus.append(group)
 
     def _check_progress(self) -> None:
+        self.failures.check(self.requested + max(0, self.target - len(self.kept) - len(self.tasks)))
         decided = len(self.finished) + self.failures.groups
-        self.failures.check(decided)
         bound = MAX_GROUPS_PER_KEPT * self.target
         if len(self.kept) < self.target and decided >= bound:
             reasons = ", ".join(f"{name} {count}" for name, count in self.drops.most_common())
@@ -116,12 +116,19 @@ class BatchCollector:
         for finished in self.surplus:
             samples = [entry for entry in finished if isinstance(entry, Sample)]
             if len(samples) == len(finished):  # what an execution made of several samples cannot be handed out again
-                recycled.append(samples)
+                recycled.append(self._fresh(samples))
         for group in recycled:
             self._stamp(group)
         recycled.sort(key=first_index)
         self.data_source.add_samples(recycled)
         self.recycled = len(recycled)
+
+    def _fresh(self, finished: Group) -> Group:
+        """A finished group for the next rollout: from the start again where its tokens would be masked out anyway."""
+        if getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
+            for sample in finished:
+                sample.reset_for_retry()
+        return finished
 
     def _stamp(self, group: Group) -> None:
         """Note where a partial sample began; mask its tokens out where off-policy tokens shall not train."""

@@ -115,6 +115,19 @@ async def test_everything_failing_ends_with_the_counts(run_args):
     assert function.state.aborted is False
 
 
+async def test_failures_that_come_first_do_not_end_a_rollout_that_has_enough_good_prompts(run_args):
+    """Half of the prompts fail at once, the others take their time."""
+
+    def odd(payload):
+        if payload["input_ids"][-1] % 2:
+            raise EngineRejected("no", 400)
+
+    pool = FakePool(before=odd, delay=lambda payload: 0.02)
+    output = await rollout(build(run_args(), pool)[0])
+    assert output.metrics["rollout/failed_groups"] >= 3
+    assert len(output.samples) == 4
+
+
 async def test_no_engine_left_ends_the_rollout_at_once(run_args):
     def gone(payload):
         raise NoEngineError("no engine has served for 900 s")
