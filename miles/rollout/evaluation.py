@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from math import comb
+import logging
+from collections import Counter
 from typing import Any
 
 from miles.rollout.base_types import RolloutFnEvalOutput
@@ -16,6 +17,8 @@ from miles.rollout.generate_state import GenerateState
 from miles.rollout.rm_hub import RewardConfigError, reward_problems, row_problems
 from miles.utils.seeds import derive_seed
 from miles.utils.types import Group, RewardSpec, Sample, SampleStatus
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -45,14 +48,12 @@ class Evaluator:
         state.args = self.args
         results = await asyncio.gather(*(self._run_dataset(state, config) for config in self.configs))
         data: dict[str, dict[str, list]] = {}
-        metrics: dict[str, float] = {}
         for config, samples in zip(self.configs, results, strict=True):
             rewards = [self._reward(sample) for sample in samples]
+            _report_failures(config.name, samples)
             truncated = [sample.status is SampleStatus.TRUNCATED for sample in samples]
             data[config.name] = {"rewards": rewards, "truncated": truncated, "samples": samples}
-            metrics[f"eval/{config.name}-none_reward_ratio"] = rewards.count(None) / len(rewards)
-            metrics |= pass_at_k(config.name, samples, rewards, config.n_samples_per_eval_prompt)
-        return RolloutFnEvalOutput(data=data, metrics=metrics)
+        return RolloutFnEvalOutput(data=data)
 
     def _reward(self, sample: Sample) -> float | None:
         if sample.reward is None or sample.status not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
@@ -89,6 +90,20 @@ class Evaluator:
         return await generate_and_rm_group(state, group, params, evaluation=True, seeds=seeds)
 
 
+def _report_failures(name: str, samples: list[Sample]) -> None:
+    failures = [sample.failure for sample in samples if sample.failure is not None]
+    if failures:
+        counts = ", ".join(f"{category} {n}" for category, n in Counter(f.category for f in failures).most_common())
+        logger.warning(
+            "evaluation %s: %d of %d samples failed and have no score (%s); the first: %s",
+            name,
+            len(failures),
+            len(samples),
+            counts,
+            failures[0].message,
+        )
+
+
 def _with_eval_reward_key(args: Any) -> Any:
     key = getattr(args, "eval_reward_key", None)
     if key is None or key == getattr(args, "reward_key", None):
@@ -110,24 +125,3 @@ def check_rewards(args: Any, rows: list[PromptRow], overrides: dict[str, Any] | 
     problems = [*reward_problems(args), *row_problems(args, named)]
     if problems:
         raise RewardConfigError("\n".join(problems))
-
-
-def pass_at_k(name: str, samples: list[Sample], rewards: list[float | None], n: int) -> dict[str, float]:
-    """`eval/{name}-pass@k` for k = 1, 2, 4, ... up to the data set's own samples a prompt.
-
-    Only prompts all of whose `n` samples were scored count; reward 1 is a pass. Unbiased: 1 - C(n-c, k) / C(n, k).
-    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
-    """
-    by_prompt: dict[int | None, list[float | None]] = {}
-    for sample, reward in zip(samples, rewards, strict=True):
-        by_prompt.setdefault(sample.group_index, []).append(reward)
-    passes = [
-        sum(reward == 1 for reward in values)
-        for values in by_prompt.values()
-        if len(values) == n and None not in values
-    ]
-    out, k = {}, 1
-    while n > 1 and passes and k <= n:
-        out[f"eval/{name}-pass@{k}"] = sum(1 - comb(n - c, k) / comb(n, k) for c in passes) / len(passes)
-        k *= 2
-    return out

@@ -6,7 +6,7 @@ Everything here but `perf/` depends on the samples alone, and so is the same in 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miles.tracking.sample_metrics import (
@@ -72,8 +72,8 @@ def compute_eval_metrics(
     Args:
         data: `{dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}`; a reward that failed is None.
         extra: metrics of the evaluation function; names without a prefix get `eval/`, and they win.
-    Returns: `eval/{dataset}` (mean of the rewards that there are; absent if there is none), its `-none_reward_ratio`
-        and `-truncated_ratio`, and `eval/{dataset}/*` of the samples; only `extra` where the custom log function
+    Returns: `eval/{dataset}` (mean of the rewards that there are; absent if there is none), its `-none_reward_ratio`,
+        `-truncated_ratio` and, with several samples a prompt, `-pass@k`, and `eval/{dataset}/*` of the samples; only `extra` where the custom log function
         returned True.
     """
     added = _prefixed(extra, "eval/")
@@ -92,6 +92,9 @@ def compute_eval_metrics(
             metrics[f"eval/{name}-truncated_ratio"] = mean(map(float, result["truncated"]))
         if result.get("samples"):
             metrics |= _under(f"eval/{name}/", sample_metrics(args, result["samples"], eval=True))
+            groups = list(reward_groups(args, result["samples"], eval=True).values())
+            size = max(map(len, groups))  # the data set's own number of samples a prompt
+            metrics |= _under(f"eval/{name}-", pass_rates(groups, size)) if size > 1 else {}
     return metrics | added
 
 
@@ -165,10 +168,14 @@ def zero_std_metrics(args: Any, samples: Sequence[Sample], *, eval: bool = False
 
 def passrate_metrics(args: Any, samples: Sequence[Sample]) -> Metrics:
     """`passrate/pass@k` for k = 1, 2, 4, ... up to `--n-samples-per-prompt`, over complete groups; reward 1 passes."""
-    n = args.n_samples_per_prompt
-    groups = [g for g in reward_groups(args, samples).values() if len(g) == n and None not in g]
+    return _under("passrate/", pass_rates(reward_groups(args, samples).values(), args.n_samples_per_prompt))
+
+
+def pass_rates(groups: Iterable[Sequence[float | None]], n: int) -> Metrics:
+    """`pass@k` for k = 1, 2, 4, ... up to `n`, over the groups with `n` rewards."""
+    complete = [group for group in groups if len(group) == n and None not in group]
     out, k = {}, 1
-    while groups and k <= n:
-        out[f"passrate/pass@{k}"] = mean(pass_at_k(n, sum(r == 1 for r in group), k) for group in groups)
+    while complete and k <= n:
+        out[f"pass@{k}"] = mean(pass_at_k(n, sum(r == 1 for r in group), k) for group in complete)
         k *= 2
     return out

@@ -11,9 +11,9 @@ from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInp
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.dataset import DatasetError
 from miles.rollout.eval_config import load_eval_configs
-from miles.rollout.evaluation import pass_at_k
 from miles.rollout.inference_rollout import InferenceRolloutFn
 from miles.rollout.rm_hub import RewardConfigError
+from miles.tracking.rollout_metrics import compute_eval_metrics
 from miles.utils.imports import ImportPathError, register_function
 from miles.utils.types import Sample, SampleStatus
 from tests.fast.rollout.fakes import FakePool, make_args, prompt_rows, write_jsonl
@@ -71,7 +71,7 @@ async def test_every_data_set_has_its_own_settings(run_args, sets, tmp_path):
     assert [s.group_index for s in output.data["a"]["samples"]] == [0, 0, 1, 1, 2, 2]
 
 
-async def test_failed_samples_have_no_reward_and_are_counted(run_args, sets):
+async def test_failed_samples_have_no_reward_and_are_counted_and_told(run_args, sets, caplog):
     async def reward(args, sample, **kwargs):
         return None if sample.group_index == 1 else 1.0
 
@@ -81,8 +81,11 @@ async def test_failed_samples_have_no_reward_and_are_counted(run_args, sets):
     )
     output = await evaluate(args, FakePool())
     assert output.data["a"]["rewards"] == [1.0, 1.0, None, None, 1.0, 1.0]
-    assert output.metrics["eval/a-none_reward_ratio"] == pytest.approx(1 / 3)
-    assert output.metrics["eval/a-pass@2"] == 1.0
+    assert "evaluation a: 2 of 6 samples failed and have no score (reward_none 2)" in caplog.text
+    metrics = compute_eval_metrics(args, output.data)
+    assert metrics["eval/a"] == 1.0
+    assert metrics["eval/a-none_reward_ratio"] == pytest.approx(1 / 3)
+    assert metrics["eval/a-pass@2"] == 1.0
 
 
 async def test_evaluation_is_the_same_every_time_and_draws_no_training_prompt(run_args, sets):
@@ -152,13 +155,16 @@ def test_a_reward_that_does_not_exist_is_told_at_startup_with_its_row(run_args, 
 
 
 def test_pass_at_k_uses_the_data_sets_own_n_and_complete_prompts():
-    samples = [Sample(group_index=i // 4) for i in range(12)]
-    rewards = [1, 0, 0, 0, 1, 1, 0, 0, None, 1, 1, 1]
-    metrics = pass_at_k("d", samples, rewards, 4)
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, None, 1.0, 1.0, 1.0]
+    samples = [Sample(group_index=i // 4, index=i, reward=r) for i, r in enumerate(rewards)]
+    data = {"d": {"rewards": rewards, "truncated": [], "samples": samples}}
+    metrics = compute_eval_metrics(make_args("", n_samples_per_prompt=8), data)
     assert metrics["eval/d-pass@1"] == pytest.approx((1 / 4 + 2 / 4) / 2)
     assert metrics["eval/d-pass@2"] == pytest.approx(((1 - 3 / 6) + (1 - 1 / 6)) / 2)
     assert metrics["eval/d-pass@4"] == 1.0
-    assert pass_at_k("d", samples[:1], [1], 1) == {}
+    assert "eval/d-pass@8" not in metrics
+    single = {"d": {"rewards": [1.0], "truncated": [], "samples": samples[:1]}}
+    assert "eval/d-pass@1" not in compute_eval_metrics(make_args(""), single)
 
 
 def test_pairs_and_the_forms_of_a_config(sets, tmp_path):
