@@ -15,6 +15,7 @@ Points = Sequence[tuple[int, float]]
 _INK, _FAINT, _GRID = "#22223b", "#8d99ae", "#e9ecef"
 _REWARD, _EVALS, _MISMATCH = "#0077b6", ("#e85d04", "#6a994e", "#9d4edd", "#bc4749"), "#9d0208"
 _SMOOTHING = 0.25  # weight of a new step in the running mean; 0.25 looks back about four steps
+_EDGE = 5
 _MANY = 60  # above so many steps the single ones are drawn small
 
 
@@ -81,6 +82,10 @@ def _draw_reward_panel(axis: Any, rewards: Points, evals: dict[str, Points], tit
         axis.plot(steps, values, "D--", color=colour, lw=1.1, ms=6, mec="white", mew=0.8, label=f"evaluation: {name}")
     axis.set_ylabel("mean reward")
     axis.set_title(title, loc="left", fontweight="bold", fontsize=12)
+    if len(rewards) > 1:
+        values = [v for _, v in rewards]
+        course = f"reward {_edge_mean(values[:_EDGE]):.2f} to {_edge_mean(values[-_EDGE:]):.2f}"
+        axis.set_title(f"{course} (mean of first and last {min(_EDGE, len(values))} steps)", loc="right", fontsize=9)
     axis.legend(frameon=False, loc="best", fontsize=9)
     axis.margins(x=0.02, y=0.08)
 
@@ -95,7 +100,13 @@ def _draw_mismatch_panel(axis: Any, points: Points) -> None:
         axis.set_yscale("log")
     elif positive:
         axis.set_ylim(0, max(positive) * 1.15)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}".replace("e-0", "e-"))
     axis.margins(x=0.02)
+
+
+def _edge_mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def running_mean(values: Sequence[float]) -> list[float]:

@@ -68,6 +68,7 @@ def summarize(run_dir: str | Path, console: Console | None = None) -> Path | Non
     console = console or Console()
     history = History.read(run_dir)
     console.print(summary_table(history, str(run_dir)))
+    console.print(time_line(history), highlight=False)
     picture = draw_rewards(history, Path(run_dir) / "reward.png", title=Path(run_dir).resolve().name)
     console.print(f"run folder  {run_dir}", soft_wrap=True, highlight=False)
     if picture is not None:
@@ -76,28 +77,31 @@ def summarize(run_dir: str | Path, console: Console | None = None) -> Path | Non
 
 
 def summary_table(history: History, title: str) -> Table:
-    """First and last steps of what matters, and where the time went."""
-    table = Table(title=f"{Path(title).name}: summary", title_justify="left", header_style="bold")
+    """First and last steps of what matters."""
+    table = Table(title=f"{Path(title).name}: first and last {_EDGE} steps", title_justify="left", header_style="bold")
     table.add_column("metric")
-    table.add_column(f"first {_EDGE} steps", justify="right")
-    table.add_column(f"last {_EDGE} steps", justify="right")
+    table.add_column(f"first {_EDGE}", justify="right")
+    table.add_column(f"last {_EDGE}", justify="right")
     table.add_column("best", justify="right")
-    table.add_column("course")
+    table.add_column("course", no_wrap=True)
     _add_series(table, "reward", history.series("rollout/raw_reward"), best=max)
     for name, points in history.evals().items():
         _add_series(table, f"eval {name}", points, best=max, edge=1)
-    _add_series(table, "response length (tokens)", history.series("rollout/response_len/mean"))
+    _add_series(table, "response length", history.series("rollout/response_len/mean"))
     _add_series(table, "truncated", history.series("rollout/truncated_ratio"), best=min)
-    _add_series(table, "|Δ log-prob| trainer, engine", history.series("train/train_rollout_logprob_abs_diff"), best=min)
+    _add_series(table, "|Δ log-prob|", history.series("train/train_rollout_logprob_abs_diff"), best=min)
     _add_series(table, "gradient norm", history.series("train/grad_norm"))
     _add_series(table, "seconds a step", history.series("perf/step_time"), best=min)
-    _add_series(table, "tokens/s an engine", history.series("perf/tokens_per_gpu_per_sec"), best=max)
-    table.add_section()
+    _add_series(table, "tokens/s", history.series("perf/tokens_per_gpu_per_sec"), best=max)
+    return table
+
+
+def time_line(history: History) -> str:
+    """`30 steps in 31.5 s: generate 48%, train 38%, update 5%, other 10%`."""
     steps = history.series("perf/step_time")
     total = sum(value for _, value in steps)
-    table.add_row("steps", "", str(len(steps)), "", "")
-    table.add_row("time", "", f"{total:.1f} s", "", _where_time_went(history, total))
-    return table
+    shares = _where_time_went(history, total)
+    return f"{len(steps)} steps in {total:.1f} s" + (f": {shares}" if shares else "")
 
 
 def _add_series(
