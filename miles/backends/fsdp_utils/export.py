@@ -29,7 +29,7 @@ _COPIED = (
 )  # fmt: skip
 
 
-def to_checkpoint_names(hf: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_checkpoint_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename and split a layer's tensors as the checkpoint stores them (fused experts become one tensor an expert)."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -74,17 +74,16 @@ def iter_hf_tensors(
             yield name, tensor if keep else torch.empty(0, dtype=tensor.dtype)
 
 
-def _own_tensors(policy: nn.Module, module: nn.Module, buffers: dict[str, torch.Tensor]) -> list[str]:
+def _own_tensors(policy: nn.Module, module: FSDPModule, buffers: dict[str, torch.Tensor]) -> list[str]:
     """Names of what belongs to `module`'s FSDP group: parameters and stored buffers that no inner group has."""
-    prefix = next(name for name, m in policy.named_modules() if m is module)
-    below = [(n, m) for n, m in module.named_modules(prefix=prefix) if m is not module and isinstance(m, FSDPModule)]
-    inner = tuple(f"{name}." for name, _ in below)
-    names = [name for name, _ in module.named_parameters(prefix=prefix)]
-    names += [name for name in buffers if name.startswith(f"{prefix}." if prefix else "")]
-    return [name for name in names if not name.startswith(inner)] if inner else names
+    groups = {name: m for name, m in policy.named_modules() if isinstance(m, FSDPModule)}
+    prefix = next(f"{name}." if name else "" for name, m in groups.items() if m is module)
+    inner = tuple(f"{name}." for name in groups if name.startswith(prefix) and f"{name}." != prefix and name)
+    names = [name for name, _ in policy.named_parameters()] + list(buffers)
+    return [name for name in names if name.startswith(prefix) and not name.startswith(inner)]
 
 
-def _can_gather(module: nn.Module, names: list[str], dtype_of: Callable[[str], torch.dtype]) -> bool:
+def _can_gather(module: FSDPModule, names: list[str], dtype_of: Callable[[str], torch.dtype]) -> bool:
     """Whether FSDP's own gather, in the compute dtype, loses nothing that the wanted dtype would keep."""
     compute = module._get_fsdp_state()._mp_policy.param_dtype
     return compute is None or all(dtype_of(name.removeprefix(_PREFIX)) == compute for name in names)
@@ -121,7 +120,7 @@ class SafetensorsWriter:
         if count == 1:
             (self.directory / "part-0").rename(self.directory / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._files):
             file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             (self.directory / f"part-{i}").rename(self.directory / file)

@@ -95,8 +95,9 @@ def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module 
     """Rank 0's host copy in the checkpoint's dtypes, or why there is none."""
     import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             path,
             dtype="auto",
             output_loading_info=True,
@@ -143,7 +144,12 @@ def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, whole:
     mixed = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=options.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
     home = torch.device("cpu") if options.cpu_offload else options.device
-    shard = {"mesh": options.mesh, "mp_policy": mixed, "offload_policy": offload, "reshard_after_forward": not whole}
+    shard: dict[str, Any] = {
+        "mesh": options.mesh,
+        "mp_policy": mixed,
+        "offload_policy": offload,
+        "reshard_after_forward": not whole,
+    }
     sharded: set[nn.Module] = set()
     if not whole:
         layer_classes = set(policy.hf._no_split_modules or [])
@@ -158,9 +164,9 @@ def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, whole:
             module.to_empty(device=home, recurse=False)
     policy.hf.tie_weights()
     fully_shard(policy, **shard)
-    for module in fsdp_modules(policy):
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)  # losses are normalised by totals over all ranks: sum, not mean
+    for fsdp_module in fsdp_modules(policy):
+        fsdp_module.set_force_sum_reduction_for_comms(True)
+        fsdp_module.set_gradient_divide_factor(1.0)  # losses are normalised by totals over all ranks: sum, not mean
 
 
 def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:

@@ -109,4 +109,5 @@ def _flash_varlen(
         q, k, v, ends, ends, max(lengths), max(lengths),
         scale=scaling, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
+    assert isinstance(out, torch.Tensor)  # a pair only where auxiliary outputs are asked for
     return out.unsqueeze(0)

@@ -34,9 +34,9 @@ class ModelInputs:
 class PolicyModel(nn.Module):
     """`forward(inputs, head_function)` returns what `head_function` makes of the scored rows."""
 
-    def __init__(self, hf: nn.Module, *, attention_kwargs: str) -> None:
+    def __init__(self, hf: Any, *, attention_kwargs: str) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf: Any = hf  # a transformers PreTrainedModel
         self.attention_kwargs = attention_kwargs  # packed | flash | none: how sequence borders reach attention
         self.plain_head = True  # logits are `head(hidden)` and nothing more
 

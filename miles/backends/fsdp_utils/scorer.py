@@ -43,23 +43,20 @@ def score_micro_batch(
     temperature = loss_temperature(args)
 
     def head(hidden: torch.Tensor | None, module: nn.Module, logits: torch.Tensor | None) -> Any:
-        if logits is None and not isinstance(module, nn.Linear):
-            logits = module(hidden)
-        if logits is not None:
-            chunk = chunk_rows(args, logits.shape[-1])
-            return log_probs_from_logits(
-                logits, targets, temperature=temperature, chunk=chunk, with_entropy=with_entropy
+        if hidden is not None and isinstance(module, nn.Linear):
+            chunk = chunk_rows(args, module.out_features)
+            return linear_log_probs(
+                hidden,
+                module.weight,
+                targets,
+                bias=module.bias,
+                temperature=temperature,
+                chunk=chunk,
+                with_entropy=with_entropy,
             )
-        chunk = chunk_rows(args, module.weight.shape[0])
-        return linear_log_probs(
-            hidden,
-            module.weight,
-            targets,
-            bias=module.bias,
-            temperature=temperature,
-            chunk=chunk,
-            with_entropy=with_entropy,
-        )
+        logits = module(hidden) if logits is None else logits
+        chunk = chunk_rows(args, logits.shape[-1])
+        return log_probs_from_logits(logits, targets, temperature=temperature, chunk=chunk, with_entropy=with_entropy)
 
     return Scores(*loaded.module(inputs, head))
 

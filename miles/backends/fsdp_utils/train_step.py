@@ -87,7 +87,7 @@ class StepRunner:
     # ---- before the first step -----------------------------------------------------------------------------------
 
     def _plan(self, shard: TrainShard) -> ScoringPlan:
-        plan = plan_scoring(self.args, shard, deterministic_forward=not has_dropout(self.actor.module))
+        plan = plan_scoring(self.args, shard, deterministic_forward=not has_dropout(self.actor))
         # A hook that looks at the batch wants its log-probs; entropy before training needs a pass of its own.
         observed = self.postprocess is not None or getattr(self.args, "use_rollout_entropy", False)
         if plan.old_is_current and observed:
@@ -204,12 +204,12 @@ class StepRunner:
         metrics.add("perf/actor_train_tok_per_s", tokens / max(self.times["actor_train"], 1e-9))
 
 
-def has_dropout(module: nn.Module) -> bool:
+def has_dropout(loaded: LoadedPolicy) -> bool:
     """Whether two training passes of the same weights differ."""
-    config = module.hf.config
+    config = loaded.config
     if any(getattr(config, name, 0.0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop")):
         return True
-    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in loaded.module.modules())
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class WeightCopies:
         """The model with the weights of `tag`: `actor`, `ref` or `old_actor`. Collective."""
         if tag == "actor" or (tag == "old_actor" and self._old_actor is None):
             yield self.actor
-        elif tag == "old_actor":
+        elif tag == "old_actor" and self._old_actor is not None:
             own = take_shards(self.actor)
             put_shards(self.actor, self._old_actor)
             try:
