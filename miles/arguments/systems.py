@@ -15,7 +15,7 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "critic": ("PPO with a critic", False),
     "fully-async": ("fully asynchronous rollout", False),
     "sessions": ("TITO sessions and agents", False),
-    "multi-turn": ("the multi-turn tool-calling generate function", False),
+    "multi-turn": ("the multi-turn tool-calling generate function", True),
     "replay": ("routing and indexer replay (R3)", False),
     "true-on-policy": ("true-on-policy profiles", False),
     "opd": ("on-policy distillation", False),

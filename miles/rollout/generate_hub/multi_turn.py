@@ -5,7 +5,6 @@ Tool results are environment tokens: mask 0, log-prob 0. Sampled ids are never d
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import inspect
 import time
@@ -19,19 +18,6 @@ from miles.rollout.generate_utils.tool_calls import ToolCall, tool_call_parser
 from miles.rollout.prompts import chat_template_kwargs, encode_prompt
 from miles.utils.imports import load_function
 from miles.utils.types import SampleStatus
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of this generate function."""
-    parser.add_argument("--generate-max-turns", type=int, default=16, help="Most assistant turns of a sample.")
-    parser.add_argument("--generate-tool-specs-path", type=str, default=None, help="List of OpenAI tool specs.")
-    parser.add_argument("--generate-tool-call-parser", type=str, default="qwen25", help="How tool calls are written.")
-    parser.add_argument(
-        "--generate-execute-tool-function-path",
-        type=str,
-        default=None,
-        help="Runs a tool: async (name, params) -> str.",
-    )
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
@@ -100,6 +86,3 @@ async def _answer(args: Any, one: ToolCall) -> str:
     if inspect.isawaitable(answer):
         answer = await answer
     return answer if isinstance(answer, str) else str(answer)
-
-
-generate.add_arguments = add_arguments  # type: ignore[attr-defined]

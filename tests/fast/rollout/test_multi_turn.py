@@ -130,6 +130,15 @@ def test_an_end_of_turn_that_was_not_sampled_is_written_once(model_dir):
     assert tokenizer.decode(with_end) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_its_flags_are_flags_of_the_command_line():
+    from miles.arguments import make_args as real_args
+
+    given = {"generate_max_turns": 3, "generate_tool_call_parser": "llama3"}
+    args = real_args(check=False, **given)
+    assert (args.generate_max_turns, args.generate_tool_call_parser) == (3, "llama3")
+    assert args.generate_execute_tool_function_path is None
+
+
 def test_parsers():
     assert [c.arguments for c in parse_hermes(CALL + " and " + CALL)] == [{"a": 2, "b": 2}] * 2
     assert parse_hermes("<think><tool_call>{}</tool_call></think>no call") == []
