@@ -55,7 +55,6 @@ class EngineFleet:
         self.slots: list[EngineSlot] = []
         self.catch_up: Callable[[EngineEndpoint], Awaitable[bool]] | None = None
         self.version = 0
-        self.restarts = 0
         self._watcher: asyncio.Task | None = None
         self._recoveries: dict[int, asyncio.Task] = {}
         self._catch_ups: set[asyncio.Task] = set()
@@ -64,6 +63,11 @@ class EngineFleet:
     @property
     def size(self) -> int:
         return max(self.args.rollout_num_gpus // self.args.rollout_num_gpus_per_engine, 1)
+
+    @property
+    def restarts(self) -> int:
+        """Engine processes that had to be started again in this run."""
+        return sum(max(slot.incarnation, 0) for slot in self.slots)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -161,8 +165,7 @@ class EngineFleet:
 
     async def _replace(self, slot: EngineSlot, why: str) -> None:
         async with slot.lock:
-            self.restarts += 1
-            if self.restarts > MAX_RESTARTS * len(self.slots):
+            if self.restarts >= MAX_RESTARTS * len(self.slots):
                 message = f"engines died {self.restarts} times in this run; last: engine {slot.index}, {why}"
                 self.pool.fail(EngineStartError(message))
                 return

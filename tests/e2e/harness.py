@@ -47,7 +47,8 @@ class Run:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._out = run_dir.with_suffix(".out")
-        environment = os.environ | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"} | (env or {})
+        mark = {"MILES_TEST_RUN": str(run_dir)}  # every process of the run inherits it: see processes_of
+        environment = os.environ | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"} | mark | (env or {})
         with open(self._out, "wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, str(REPO / driver), *argv, "--run-dir", str(run_dir)],
@@ -98,18 +99,19 @@ class Run:
         self.wait_for(lambda: step in live.series(key), timeout_s, f"{key} of step {step}")
 
 
-def processes_of(marker: str) -> list[tuple[int, str]]:
-    """Live processes whose command line, or environment, mentions `marker` (a run folder)."""
+def processes_of(run_dir: Path) -> list[tuple[int, str]]:
+    """Live processes that a run started, as (pid, command line): those that inherited its mark or write to its logs."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (entry / "environ").read_bytes().decode(errors="replace")
             state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            marked = f"MILES_TEST_RUN={run_dir}\0".encode() in (entry / "environ").read_bytes()
+            writes = str(os.readlink(entry / "fd/1")).startswith(f"{run_dir}/logs/")
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except (OSError, IndexError):
             continue
-        if state != "Z" and (marker in command or marker in environment):
-            found.append((int(entry.name), command.strip()))
+        if state != "Z" and (marked or writes):
+            found.append((int(entry.name), command))
     return found

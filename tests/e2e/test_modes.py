@@ -93,7 +93,7 @@ def test_sentinel_saves_out_of_turn_and_exit_after_rollout_stops(flags, launch, 
     run.wait().check()
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
     assert not sentinel.exists()
-    assert processes_of(str(run.run_dir)) == []
+    assert processes_of(run.run_dir) == []
 
 
 def test_check_weight_update_equal_passes_on_a_real_run(flags, launch):

@@ -21,7 +21,7 @@ def test_three_steps_train_verify_and_leave_nothing_behind(flags, launch):
     assert max(run.series("train/train_rollout_logprob_abs_diff").values()) < 1e-4
     for name in ("plan.json", "reward.png", "metrics.jsonl"):
         assert (run.run_dir / name).stat().st_size > 0, name
-    assert processes_of(str(run.run_dir)) == []
+    assert processes_of(run.run_dir) == []
 
 
 def test_equal_seeds_give_equal_metrics_and_other_seeds_do_not(flags, launch):

@@ -53,7 +53,7 @@ def compute_advantages(
     whitened = bool(getattr(args, "normalize_advantages", False))
     if estimator.needs_whitening and not whitened:
         raise ValueError(f"--advantage-estimator {estimator.name} needs --normalize-advantages")
-    masks = [torch.as_tensor(m, dtype=torch.float32) for m in columns["loss_masks"]]
+    masks = [torch.tensor(m, dtype=torch.float32) for m in columns["loss_masks"]]
     rewards = [float(r) for r in columns["rewards"]]
     kl = _reward_kl(args, masks, log_probs, ref_log_probs)
     advantages, returns = estimator.advantages(args, AdvantageInputs(rewards, masks, kl))
