@@ -67,6 +67,7 @@ class StepRunner:
             self.optimizer.state.clear()
         with self._timed("data_preprocess"):
             check_columns(shard.columns)
+        copies.before_rollout()
         plan = self._plan(shard)
         self._score(shard, plan, score)
         with self._timed("data_preprocess"):

@@ -21,8 +21,10 @@ class WeightCopies:
         self.actor, self.ref = actor, ref
         self.ref_interval = getattr(args, "ref_update_interval", None)
         self.keep_old = bool(getattr(args, "keep_old_actor", False))
-        self.update_interval = int(getattr(args, "update_weights_interval", 1) or 1)
-        self._rollout_actor: Shards | None = None
+        # train_async.py starts the next rollout before it trains on this one and publishes the result.
+        self.overlaps = getattr(args, "driver", None) == "train_async.py"
+        self._published: Shards | None = None
+        self._makes_next: Shards | None = None
         self._old_actor: Shards | None = None
 
     @contextlib.contextmanager
@@ -45,15 +47,14 @@ class WeightCopies:
             raise ValueError(f"the FSDP trainer keeps no weights named {tag!r}: it has actor, ref and old_actor")
 
     def published(self) -> None:
-        """The engines got the actor's weights: what made the last rollout is now the old actor."""
-        if not self.keep_old:
-            return
-        current = take_shards(self.actor)
-        if self.update_interval == 1:
-            self._old_actor = current if self._rollout_actor is None else self._rollout_actor
-            self._rollout_actor = current
-        else:
-            self._old_actor = current
+        """The engines got the actor's weights."""
+        if self.keep_old:
+            self._published = take_shards(self.actor)
+
+    def before_rollout(self) -> None:
+        """A batch is about to train: `old_actor` becomes the weights that made it."""
+        made_this = self._makes_next if self.overlaps and self._makes_next is not None else self._published
+        self._old_actor, self._makes_next = made_this, self._published
 
     def after_rollout(self, rollout_id: int) -> None:
         """Move the reference to the actor every `--ref-update-interval` rollouts."""

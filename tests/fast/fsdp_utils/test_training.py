@@ -242,25 +242,26 @@ def test_debug_train_data_is_written_by_every_rank(world, models, tmp_path):
 
 
 def old_actor_scores(args):
-    """Log-probs under `old_actor` after each of: publish, train, publish, train, publish."""
+    """Log-probs under the actor before each of three (train, publish) rounds, and under `old_actor` as each one trains."""
     backend, _ = jobs.make_backend(args)
     shard = jobs.shard_of(backend, make_batch())
+    jobs.weights_of(backend)  # publishes
     actor, old = [], []
-    for publish in (True, False, True, False, True):
-        if publish:
-            jobs.weights_of(backend)
-        else:
-            backend.train(jobs.shard_of(backend, make_batch()))
+    for rollout_id in range(3):
         actor.append(torch.cat(backend.score(shard, "actor")))
+        backend.train(jobs.shard_of(backend, make_batch(rollout_id), rollout_id))
         old.append(torch.cat(backend.score(shard, "old_actor")))
+        jobs.weights_of(backend)
     return actor, old
 
 
-def test_the_old_actor_is_the_policy_that_was_published_before_the_last_one(world, models):
-    for actor, old in world.run(old_actor_scores, make_args(models["qwen3"], keep_old_actor=True)):
-        assert torch.equal(old[0], actor[0]) and torch.equal(old[1], actor[0])
-        assert torch.equal(old[2], actor[0]) and torch.equal(old[3], actor[0])
-        assert torch.equal(old[4], actor[2]) and not torch.equal(actor[2], actor[0])
+@pytest.mark.parametrize(("driver", "made_by"), [("train.py", [0, 1, 2]), ("train_async.py", [0, 0, 1])])
+def test_the_old_actor_is_the_policy_that_made_the_batch(world, models, driver, made_by):
+    """Overlapped rollouts are started before the training step that precedes them is published."""
+    args = make_args(models["qwen3"], keep_old_actor=True, driver=driver)
+    for actor, old in world.run(old_actor_scores, args):
+        assert not torch.equal(actor[0], actor[1]) and not torch.equal(actor[1], actor[2])
+        assert [torch.equal(scores, actor[i]) for scores, i in zip(old, made_by, strict=True)] == [True] * 3
 
 
 def reference_scores(args):
