@@ -26,7 +26,7 @@ class Args:
             setattr(self, name, values[name] if name in values else copy.deepcopy(flag.default))
         for name, value in (extras or {}).items():
             setattr(self, name, value)
-        self._meta = {
+        self._meta: dict[str, Any] = {
             "given": frozenset(values),
             "extras": tuple(extras or ()),
             "derived": {},
@@ -70,6 +70,9 @@ class Args:
     def options(self, names: Iterable[str]) -> str:
         """`--a 1, --b 2` for messages."""
         return ", ".join(f"{ALL_FLAGS[n].option} {getattr(self, n)}" for n in names)
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
 
     def to_dict(self) -> dict[str, Any]:
         """Every flag, and every extra attribute, by name. Secrets are left out."""

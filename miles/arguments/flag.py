@@ -37,6 +37,7 @@ class Flag:
         hook: name in `rules/hooks.py` of the signature that the import path must have.
         path: "file" or "dir" when the value is a path that must exist at startup.
         lenient: given without its owner it is warned about, not refused: public launch commands give it out of habit.
+        passed_on: an option of another program, left out of `--help`.
         dead: why the flag never has an effect; kept so that its users are told.
     """
 
@@ -65,6 +66,7 @@ class Flag:
     path: str | None = None
     dead: str | None = None
     lenient: bool = False
+    passed_on: bool = False
 
     @property
     def option(self) -> str:
@@ -116,7 +118,7 @@ def group(title: str, *, system: str | None = None, owner: str | None = None) ->
     """Class decorator: a keyword-only dataclass of flags; `system` and `owner` hold for fields that name none."""
 
     def decorate(cls: type) -> type:
-        made = dataclass(kw_only=True)(cls)
+        made: type = dataclass(kw_only=True)(cls)
         made.__flag_group__ = (title, system, owner)  # type: ignore[attr-defined]
         return made
 
@@ -132,7 +134,7 @@ def read_group(cls: type) -> list[Flag]:
 
 def _read_field(f: dataclasses.Field, hint: Any, title: str, system: str | None, owner: str | None) -> Flag:
     meta = dict(f.metadata[KEY])
-    default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+    default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc,operator]
     kind, many, optional = _unwrap(hint)
     on, off = _spellings(f.name, kind, default, meta)
     for key, inherited in (("system", system), ("owner", owner)):

@@ -81,7 +81,8 @@ def read_command_line(argv: Sequence[str], *, driver: str | None = None) -> Args
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         problems += explain_unknown(parser, argv)
-    values, extras = {}, {}
+    values: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
     for name, value in vars(namespace).items():
         try:
             target = values if name in ALL_FLAGS else extras

@@ -32,7 +32,12 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, flags: Iterable[Flag]) -> None:
         super().__init__(
-            prog="miles", allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=_HelpFormatter
+            prog="miles",
+            usage="python train.py [flags]    (or train_async.py)",
+            epilog="Options of SGLang's server and router are --sglang-NAME and --router-NAME. The same list: docs/flags.md",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_HelpFormatter,
         )
         self._negative_number_matcher = _NUMBER
         self._groups: dict[str, Any] = {}
@@ -44,7 +49,7 @@ class FlagParser(argparse.ArgumentParser):
         if flag.group not in self._groups:
             self._groups[flag.group] = super().add_argument_group(flag.group)
         target = self._groups[flag.group]
-        text = help_text(flag)
+        text = argparse.SUPPRESS if flag.passed_on else help_text(flag)
         if flag.kind is bool:
             for options, value in ((flag.options, True), (flag.off_options, False)):
                 if options:

@@ -41,6 +41,7 @@ def _flag(prefix: str, name: str, kind: str, group: str, system: str, negatable:
         off_options=tuple(f"--no-{b}" for b in bare) if both else (),
         system=system,
         owner="sglang",
+        passed_on=True,
     )
 
 

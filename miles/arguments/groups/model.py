@@ -57,7 +57,9 @@ class ModelArgs:
         owner="load",
     )
     save_hf: str | None = flag(
-        None, "Also export a Hugging Face directory with each save; a template with {rollout_id}.", metavar="TEMPLATE"
+        None,
+        "Also export a Hugging Face directory with each save; {rollout_id} keeps them apart, without it the last one stays.",
+        metavar="TEMPLATE",
     )
     save_trigger_sentinel: str | None = flag(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,7 +124,34 @@ def checkpoint_to_load(args: Args) -> Iterator[str]:
         yield f"--load {folder} holds no finished checkpoint ({TRACKER} is missing): leave --load out to start afresh"
 
 
+# Templates of file names: the placeholders that a template knows, and those that it must have.
+TEMPLATES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "save_hf": (("rollout_id",), ()),
+    "save_debug_rollout_data": (("rollout_id",), ("rollout_id",)),
+    "load_debug_rollout_data": (("rollout_id",), ()),
+    "save_debug_trajectory_data": (("rollout_id",), ("rollout_id",)),
+    "save_debug_train_data": (("rollout_id", "rank"), ("rollout_id", "rank")),
+}
+
+
+def templates(args: Args) -> Iterator[str]:
+    for name, (known, needed) in TEMPLATES.items():
+        value, option = getattr(args, name), FLAGS[name].option
+        if value is None:
+            continue
+        placeholders = " and ".join("{" + n + "}" for n in known)
+        try:
+            fields = {field for _, field, _, _ in string.Formatter().parse(value) if field is not None}
+            value.format(**dict.fromkeys(known, 0))
+        except (ValueError, KeyError, IndexError):
+            yield f"{option} {value}: only {placeholders} can be filled in"
+            continue
+        if not set(needed) <= fields:
+            yield f"{option} {value} must contain {placeholders}, or files would overwrite each other"
+
+
 RULES = (
+    RuleSet("template", templates),
     RuleSet("model-directory", model_directories),
     RuleSet("file-exists", named_files),
     RuleSet("prompt-data", prompt_files),

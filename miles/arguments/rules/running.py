@@ -19,10 +19,6 @@ def _actor_gpus(a: Args) -> int:
     return a.actor_num_nodes * a.actor_num_gpus_per_node
 
 
-def _template_lacks(template: str | None, *names: str) -> bool:
-    return template is not None and not all("{" + name in template for name in names)
-
-
 def _fully_async_conflicts(a: Args) -> list[str]:
     conflicts = {
         "the driver train.py (use train_async.py)": a.driver == "train.py",
@@ -132,26 +128,6 @@ FILES = (
         "sentinel-needs-a-save",
         lambda a: a.save_trigger_sentinel is not None and not (a.save or a.save_hf),
         "--save-trigger-sentinel asks for checkpoints: set --save (or --save-hf)",
-    ),
-    Rule(
-        "export-template",
-        lambda a: _template_lacks(a.save_hf, "rollout_id"),
-        "--save-hf {save_hf} must contain {{rollout_id}}, or every export would overwrite the one before",
-    ),
-    Rule(
-        "rollout-data-template",
-        lambda a: _template_lacks(a.save_debug_rollout_data, "rollout_id"),
-        "--save-debug-rollout-data {save_debug_rollout_data} must contain {{rollout_id}}",
-    ),
-    Rule(
-        "trajectory-template",
-        lambda a: _template_lacks(a.save_debug_trajectory_data, "rollout_id"),
-        "--save-debug-trajectory-data {save_debug_trajectory_data} must contain {{rollout_id}}",
-    ),
-    Rule(
-        "train-data-template",
-        lambda a: _template_lacks(a.save_debug_train_data, "rollout_id", "rank"),
-        "--save-debug-train-data {save_debug_train_data} must contain {{rollout_id}} and {{rank}}",
     ),
     Rule(
         "eval-group-rewards",

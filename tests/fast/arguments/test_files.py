@@ -121,3 +121,23 @@ def test_relative_paths_are_made_absolute(make, tmp_path, monkeypatch):
     assert args.run_dir == str(tmp_path / "runs/x")
     assert args.save == str(tmp_path / "ckpt")
     assert args.hf_checkpoint == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("field", "template", "said"),
+    [
+        ("save_debug_rollout_data", "x.pt", "must contain {rollout_id}"),
+        ("save_debug_trajectory_data", "x.jsonl", "must contain {rollout_id}"),
+        ("save_debug_train_data", "{rollout_id}.pt", "must contain {rollout_id} and {rank}"),
+        ("save_hf", "/tmp/{step}", "only {rollout_id} can be filled in"),
+        ("save_hf", "/tmp/{", "only {rollout_id} can be filled in"),
+        ("load_debug_rollout_data", "{rank}.pt", "only {rollout_id} can be filled in"),
+    ],
+)
+def test_templates_that_cannot_name_files(field, template, said, problems):
+    assert any(said in p for p in problems(**{field: template}))
+
+
+@pytest.mark.parametrize("template", ["/tmp/one", "/tmp/{rollout_id}", "/tmp/{rollout_id:07d}"])
+def test_exports_may_share_a_folder_or_have_their_own(template, problems):
+    assert problems(save_hf=template) == []

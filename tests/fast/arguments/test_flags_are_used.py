@@ -16,6 +16,7 @@ ACTING = ("resolve.py", "config_files.py", "extra_flags.py")
 # Flags with one working value, or whose work is done by being checked.
 CHECKED_ONLY = {
     "data_pad_size_multiplier": "Megatron pads, FSDP packs",
+    "deterministic_mode": "CPU runs are deterministic; refused on GPUs",
     "distributed_backend": "one working value",
     "fsdp_cpu_backend": "one working value",
     "ft_components": "one working value",
@@ -26,9 +27,12 @@ CHECKED_ONLY = {
 
 
 def _words() -> set[str]:
-    files = [p for p in (REPO / "miles").rglob("*.py") if "arguments" not in p.parts or p.name in ACTING]
+    package = REPO / "miles" / "arguments"
+    files = [p for p in (REPO / "miles").rglob("*.py") if package not in p.parents]
     files += [REPO / "train.py", REPO / "train_async.py"]
-    return set(re.findall(r"\b[a-z][a-z0-9_]+\b", "\n".join(p.read_text() for p in files)))
+    words = set(re.findall(r"\b[a-z][a-z0-9_]+\b", "\n".join(p.read_text() for p in files)))
+    acting = "\n".join((package / name).read_text() for name in ACTING)
+    return words | set(re.findall(r"\b(?:a|args)\.([a-z][a-z0-9_]+)\b", acting))
 
 
 def test_every_working_flag_is_read():

@@ -139,3 +139,13 @@ def test_importing_arguments_imports_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_the_projects_flags_by_group_and_not_the_engines(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "Weight update:" in text and "--update-weights-interval N" in text
+    assert "at least 1; default 1" in text
+    assert "--sglang-mem-fraction-static" not in text and "--sglang-NAME" in text

@@ -85,10 +85,6 @@ BROKEN = {
     "deterministic-gpus": ({"train_device": "cuda", "deterministic_mode": True}, "--deterministic-mode on GPUs"),
     "gpu-is-there": ({"train_device": "cuda"}, "torch sees no GPU on this host"),
     "sentinel-needs-a-save": ({"save_trigger_sentinel": "x"}, "set --save"),
-    "export-template": ({"save_hf": "/tmp/export"}, "--save-hf /tmp/export must contain {rollout_id}"),
-    "rollout-data-template": ({"save_debug_rollout_data": "x.pt"}, "must contain {rollout_id}"),
-    "trajectory-template": ({"save_debug_trajectory_data": "x.jsonl"}, "must contain {rollout_id}"),
-    "train-data-template": ({"save_debug_train_data": "{rollout_id}.pt"}, "must contain {rollout_id} and {rank}"),
     "eval-group-rewards": ({"eval_interval": 1, "group_rm": True}, "--group-rm scores groups"),
     "one-eval-source": (
         {"eval_interval": 1, "eval_config": "e.yaml", "eval_prompt_data": ["a", "b"]},
