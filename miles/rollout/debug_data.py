@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ import orjson
 import torch
 
 from miles.rollout.failures import flatten
+from miles.rollout.prompts import shared_tokenizer
 from miles.utils.atomic_io import write_atomic
 from miles.utils.types import Sample
 
@@ -65,15 +67,14 @@ def _save(
         write_atomic(_path("--save-debug-rollout-data", template, rollout_id, evaluation=evaluation), buffer.getvalue())
     template = getattr(args, "save_debug_trajectory_data", None)
     if template:
-        lines = [
-            orjson.dumps(trajectory(rollout_id, s), default=str, option=orjson.OPT_SERIALIZE_NUMPY) for s in samples
-        ]
+        records = [trajectory(args, rollout_id, sample) for sample in samples]
+        lines = [orjson.dumps(record, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for record in records]
         path = _path("--save-debug-trajectory-data", template, rollout_id, evaluation=evaluation)
         write_atomic(path, b"".join(line + b"\n" for line in lines))
 
 
-def trajectory(rollout_id: int, sample: Sample) -> dict[str, Any]:
-    """A sample as messages with roles, for people to read."""
+def trajectory(args: Any, rollout_id: int, sample: Sample) -> dict[str, Any]:
+    """A sample as messages with roles, for people to read: `assistant` was sampled, `environment` was not."""
     prompt = sample.prompt
     messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return {
@@ -86,9 +87,24 @@ def trajectory(rollout_id: int, sample: Sample) -> dict[str, Any]:
         "response_length": sample.response_length,
         "version_spans": [(s.version, s.start, s.end) for s in sample.version_spans],
         "failure": None if sample.failure is None else vars(sample.failure),
-        "messages": [*messages, {"role": "assistant", "content": sample.response}],
+        "messages": [*messages, *_response_messages(args, sample)],
         "metadata": sample.metadata,
     }
+
+
+def _response_messages(args: Any, sample: Sample) -> list[dict[str, str]]:
+    """The response, cut where sampled tokens (those with a weight version) and environment tokens meet."""
+    if not sample.version_spans or not sample.loss_mask or all(sample.loss_mask):
+        return [{"role": "assistant", "content": sample.response}]
+    sampled = [False] * sample.response_length
+    for span in sample.version_spans:
+        sampled[span.start : span.end] = [True] * (span.end - span.start)
+    tokenizer, tokens = shared_tokenizer(args), sample.tokens[len(sample.tokens) - sample.response_length :]
+    parts = itertools.groupby(zip(sampled, tokens, strict=True), key=lambda pair: pair[0])
+    return [
+        {"role": "assistant" if own else "environment", "content": tokenizer.decode([token for _, token in pairs])}
+        for own, pairs in parts
+    ]
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

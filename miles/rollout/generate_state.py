@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from typing import Any
 
 from miles.rollout.compat import GenerateFn, load_generate_function
@@ -68,7 +69,7 @@ class GenerateState:
             self._overrides[path] = load_generate_function(path)
         return self._overrides[path]
 
-    @property
+    @cached_property
     def route_shape(self) -> tuple[int, int]:
         """Layers and experts a token, as the engines report routed experts (`[tokens - 1, layers, topk]`)."""
         config = model_config(self.args)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 Message = dict[str, Any]
@@ -33,6 +35,20 @@ def load_tokenizer(args: Any) -> Any:
             raise ValueError(f"--chat-template-path {template_path}: no such file")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     return tokenizer
+
+
+def shared_tokenizer(args: Any) -> Any:
+    """`load_tokenizer`, once a process, for callers that keep no state of their own."""
+    return _load_once(
+        str(args.hf_checkpoint), getattr(args, "chat_template_path", None), getattr(args, "trust_remote_code", False)
+    )
+
+
+@lru_cache(maxsize=4)
+def _load_once(hf_checkpoint: str, template_path: str | None, trust: bool) -> Any:
+    return load_tokenizer(
+        SimpleNamespace(hf_checkpoint=hf_checkpoint, chat_template_path=template_path, trust_remote_code=trust)
+    )
 
 
 def chat_template_kwargs(args: Any) -> dict[str, Any]:

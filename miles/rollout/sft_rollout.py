@@ -6,23 +6,13 @@ Rows are conversations (`--input-key messages`, all assistant turns are learned)
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
 from typing import Any
 
 from miles.rollout.base_types import RolloutFnTrainOutput
 from miles.rollout.data_source import DataSource
 from miles.rollout.loss_masks import LossMaskBuilder
-from miles.rollout.prompts import chat_template_kwargs, encode_prompt, load_tokenizer
+from miles.rollout.prompts import chat_template_kwargs, encode_prompt, shared_tokenizer
 from miles.utils.types import Sample, SampleStatus
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(hf_checkpoint: str, template_path: str | None, trust: bool) -> Any:
-    from types import SimpleNamespace
-
-    return load_tokenizer(
-        SimpleNamespace(hf_checkpoint=hf_checkpoint, chat_template_path=template_path, trust_remote_code=trust)
-    )
 
 
 def fill_sample(args: Any, tokenizer: Any, masks: LossMaskBuilder, sample: Sample) -> None:
@@ -59,9 +49,7 @@ def fill_sample(args: Any, tokenizer: Any, masks: LossMaskBuilder, sample: Sampl
 
 
 def _fill_batch(args: Any, groups: list[list[Sample]]) -> None:
-    tokenizer = _tokenizer(
-        str(args.hf_checkpoint), getattr(args, "chat_template_path", None), getattr(args, "trust_remote_code", False)
-    )
+    tokenizer = shared_tokenizer(args)
     masks = LossMaskBuilder(tokenizer, getattr(args, "loss_mask_type", "qwen"), chat_template_kwargs(args))
     for group in groups:
         for sample in group:

@@ -43,13 +43,17 @@ def check_token_contract(samples: Sequence[Sample]) -> None:
             problems.append(f"{where}: no response tokens")
         elif sample.response_length == len(sample.tokens):
             problems.append(f"{where}: no prompt tokens, so its first response token cannot be scored")
-        if not all(isinstance(t, int | np.integer) and 0 <= t < 2**31 for t in sample.tokens):
+        if not _are_token_ids(np.asarray(sample.tokens)):
             problems.append(f"{where}: tokens are not all token ids")
-        if sample.loss_mask is not None and not all(m in (0, 1) for m in sample.loss_mask):
+        if sample.loss_mask is not None and not np.isin(sample.loss_mask, (0, 1)).all():
             problems.append(f"{where}: loss_mask has values other than 0 and 1")
-        if sample.rollout_log_probs is not None and not all(map(math.isfinite, sample.rollout_log_probs)):
+        if sample.rollout_log_probs is not None and not np.isfinite(_f32(sample.rollout_log_probs)).all():
             problems.append(f"{where}: rollout_log_probs has values that are not finite")
     _raise_if_any(problems)
+
+
+def _are_token_ids(tokens: np.ndarray) -> bool:
+    return tokens.dtype.kind in "iu" and int(tokens.min()) >= 0 and int(tokens.max()) < 2**31
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

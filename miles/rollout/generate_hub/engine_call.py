@@ -23,8 +23,11 @@ class GenerationError(RuntimeError):
 def token_budget(input: GenerateFnInput) -> int:
     """Tokens that this sample may still get: its response limit less what it has, within the context length."""
     sample, limit = input.sample, _context_length(input)
-    budget = input.sampling_params["max_new_tokens"] - sample.response_length
-    return budget if limit is None else min(budget, limit - len(sample.tokens))
+    most = input.sampling_params.get("max_new_tokens")
+    if most is None and limit is None:
+        raise GenerationError("no_limit", "nothing bounds a response: set --rollout-max-response-len", permanent=True)
+    budgets = [] if most is None else [most - sample.response_length]
+    return min([*budgets, *([] if limit is None else [limit - len(sample.tokens)])])
 
 
 def _context_length(input: GenerateFnInput) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miles.rollout.data_source import DataSource
-from miles.rollout.failures import FailureLog, RolloutError, first_index, group_failures
+from miles.rollout.failures import FINAL, FailureLog, RolloutError, first_index, group_failures
 from miles.rollout.filter_hub.base_types import call_dynamic_filter
 from miles.rollout.generate_and_rm import Execution, generate_and_rm_group
 from miles.rollout.generate_state import GenerateState
@@ -112,7 +112,7 @@ class BatchCollector:
         self.cut = len(unfinished) + len(self.surplus)
         if not getattr(self.args, "partial_rollout", False):
             return
-        recycled = [group for group, _ in unfinished]
+        recycled = [self._fresh(group) if all(s.status in FINAL for s in group) else group for group in unfinished]
         for finished in self.surplus:
             samples = [entry for entry in finished if isinstance(entry, Sample)]
             if len(samples) == len(finished):  # what an execution made of several samples cannot be handed out again

@@ -19,13 +19,13 @@ _REPEAT_ABORT_S = 1.0
 _DEADLINE_S = 60.0
 
 
-async def cut_off(state: GenerateState, tasks: dict[asyncio.Task, Group]) -> list[tuple[Group, bool]]:
+async def cut_off(state: GenerateState, tasks: dict[asyncio.Task, Group]) -> list[Group]:
     """Abort all requests in flight and wait until every task has ended. Empties `tasks`.
 
     The abort is repeated while tasks remain: a request may have been on its way when the first one arrived.
     After a minute what still runs is cancelled, and its samples start over.
 
-    Returns: the groups, ready to be submitted again, each with whether it kept any response tokens.
+    Returns: the groups, ready to be submitted again.
     """
     state.aborted = True
     await _abort_agents(state.args)
@@ -46,7 +46,7 @@ async def cut_off(state: GenerateState, tasks: dict[asyncio.Task, Group]) -> lis
         await asyncio.gather(*pending, return_exceptions=True)
     groups = [_resumable(task, group) for task, group in tasks.items()]
     tasks.clear()
-    return [(group, any(s.response_length for s in group)) for group in groups]
+    return groups
 
 
 def _resumable(task: asyncio.Task, group: Group) -> Group:

@@ -16,9 +16,10 @@ from miles.rollout.base_types import (
     RolloutFnTrainOutput,
 )
 from miles.rollout.compat import load_generate_function, load_rollout_function
+from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.utils.imports import ImportPathError, register_function
 from miles.utils.types import Sample
-from tests.fast.rollout.fakes import make_args
+from tests.fast.rollout.fakes import FakePool, make_args
 
 INPUT = RolloutFnConstructorInput(args=make_args(""), data_source="the source")
 
@@ -61,6 +62,21 @@ async def test_rollout_functions(target):
 async def test_eval_functions(target):
     output = await rollout_function(target)(RolloutFnEvalInput(3))
     assert isinstance(output, RolloutFnEvalOutput)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "miles.rollout.inference_rollout.InferenceRolloutFn",
+        "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
+        "miles.rollout.sglang_rollout.generate_rollout",
+    ],
+)
+async def test_the_default_under_all_its_names(run_args, path):
+    args = run_args()
+    source = RolloutDataSourceWithBuffer(args)
+    function = load_rollout_function(path, RolloutFnConstructorInput(args, source, FakePool()))
+    assert len((await function(RolloutFnTrainInput(0))).samples) == 4
 
 
 async def test_a_wrong_answer_names_the_function():

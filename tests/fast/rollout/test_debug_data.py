@@ -59,6 +59,17 @@ def test_trajectories_are_readable_lines_with_roles(tmp_path):
     assert row["metadata"]["eval_dataset"] == "aime"
 
 
+def test_trajectories_tell_what_the_environment_said(model_dir, tmp_path):
+    sample = samples(1)[0]
+    sample.append_response([5, 6], log_probs=None, trainable=False)
+    sample.append_response([7], log_probs=[-1.0], trainable=True, spans=[VersionSpan(1, 0, 1)])
+    args = make_args(model_dir, save_debug_trajectory_data=str(tmp_path / "{rollout_id}.jsonl"))
+    save_debug_rollout(args, 0, [sample])
+    (row,) = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert [m["role"] for m in row["messages"]] == ["prompt", "assistant", "environment", "assistant"]
+    assert [len(m["content"]) for m in row["messages"]] == [1, 2, 2, 1]
+
+
 def test_a_missing_or_foreign_file_is_named(tmp_path):
     args = make_args("", load_debug_rollout_data=str(tmp_path / "{rollout_id}.pt"))
     with pytest.raises(DebugDataError, match=r"9.pt does not exist \(rollout 9\)"):
