@@ -17,7 +17,7 @@ python="${MILES_SCRIPT_PYTHON:-python}"
 assets="${MILES_SCRIPT_ASSETS:-build/quickstart}"
 seed="${MILES_SCRIPT_SEED:-0}"
 run="${MILES_SCRIPT_RUN_NAME:-quickstart-$(date +%Y%m%d-%H%M%S)}"
-sft_rollouts=120 # 7680 demonstrations, once
+sft_rollouts=180 # 11520 demonstrations, once
 warm_start="$assets/warm-start/$((sft_rollouts - 1))"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
@@ -50,7 +50,7 @@ SFT_ARGS=(
     --use-dynamic-batch-size
     --max-tokens-per-gpu 4096
     --lr 2e-3
-    --lr-warmup-iters 12
+    --lr-warmup-iters 18
     --lr-decay-style constant
     --adam-beta2 0.95
     --weight-decay 0

@@ -31,7 +31,7 @@ from make_tasks import rl_row, user, write_jsonl
 
 TASK = "spell_backward"
 TASK_CONFIG = {"min_word_len": 3, "max_word_len": 6}
-ECHO_SHARE = 0.65  # of the demonstrations
+ECHO_SHARE = 0.7  # of the demonstrations
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-rows", type=int, default=7680)
+    parser.add_argument("--sft-rows", type=int, default=11520)
     parser.add_argument("--train-rows", type=int, default=4096)
     parser.add_argument("--eval-rows", type=int, default=128)
     args = parser.parse_args(argv)
