@@ -195,7 +195,7 @@ def test_an_engine_that_does_not_join_leaves_all_engines_untouched(engines, faul
         updater.close()
 
 
-def test_an_engine_killed_between_updates_is_found_before_anything_is_sent(engines):
+def test_an_engine_killed_between_updates_is_found_before_anything_is_sent(engines, processes, tmp_path):
     args = make_args()
     updater = WeightUpdater(args, Backend())
     try:
@@ -205,6 +205,9 @@ def test_an_engine_killed_between_updates_is_found_before_anything_is_sent(engin
         outcome = update(args, engines, updater, version=2)
         assert not outcome.succeeded and outcome.fenced == {1}
         assert engines[0].state()["version"] == "1" and not engines[0].state()["paused"]
+        processes[1] = EngineHandle(1, tmp_path)
+        processes[1].reset()
+        assert update(args, processes, updater, version=2).committed == {0, 1}
     finally:
         updater.close()
 
