@@ -1,0 +1,67 @@
+"""The shell scripts: what they say when something is missing, and what recipes ask for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+RECIPES = sorted((REPO / "recipes").glob("*.sh"))
+SHELL = sorted((REPO / "scripts").glob("*.sh")) + RECIPES + [REPO / ".ci" / "run"]
+
+
+def bash(script: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", "-c", script], cwd=REPO, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda p: p.name)
+def test_shell_scripts_parse(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interpreter_that_is_too_old_or_missing_is_named(tmp_path):
+    old = tmp_path / "python-old"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = bash("source scripts/venv.sh; find_python", PYTHON=str(old))
+    assert done.returncode != 0
+    assert "Python 3.11 or newer is needed" in done.stderr and "PYTHON=" in done.stderr
+
+
+def test_the_interpreter_that_was_asked_for_is_taken():
+    done = bash("source scripts/venv.sh; find_python", PYTHON=sys.executable)
+    assert done.stdout.strip() == sys.executable
+
+
+def test_a_failed_installation_ends_the_script_and_shows_why(tmp_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text("#!/bin/sh\necho 'no matching distribution for torch' >&2\nexit 1\n")
+    python.chmod(0o755)
+    done = bash(f"source scripts/venv.sh; ensure_venv {venv} cpu; echo went on")
+    assert done.returncode != 0 and "went on" not in done.stdout
+    assert "no matching distribution for torch" in done.stderr and str(venv / "install.log") in done.stderr
+    assert not (venv / "miles-installed").exists()
+
+
+def test_an_installation_is_not_repeated_until_something_changes(tmp_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f"#!/bin/sh\necho ran >> {tmp_path}/calls\n")
+    python.chmod(0o755)
+    done = bash(f"source scripts/venv.sh; for e in cpu cpu cpu,dev; do ensure_venv {venv} $e; done")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "calls").read_text().count("ran") == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.name)
+def test_recipes_say_how_well_they_are_known_to_work(recipe):
+    assert "Evidence: " in recipe.read_text()
+    assert recipe.read_text().rstrip().endswith('"$@"'), "extra flags come last, so that they win"
