@@ -128,10 +128,35 @@ def engine_and_transport(args: Args) -> Iterator[str]:
             yield f"{option}: {error}"
 
 
+def rewards(args: Args) -> Iterator[str]:
+    from miles.rollout.rm_hub.validation import reward_problems
+
+    if not args.debug_train_only:
+        yield from reward_problems(args)
+
+
+def eval_hooks(args: Args) -> Iterator[str]:
+    """Generate functions that single evaluation datasets name."""
+    from miles.rollout.eval_config import load_eval_configs
+
+    if args.eval_interval is None or args.eval_config is None:
+        return
+    try:
+        datasets = load_eval_configs(args)
+    except ValueError:
+        return  # the rule on evaluation data reports it
+    for dataset in datasets:
+        if dataset.custom_generate_function_path is not None:
+            option = f"--eval-config {dataset.name}: custom_generate_function_path"
+            yield from problems_of(option, "generate", dataset.custom_generate_function_path)
+
+
 ENGINES = ("sglang", "embedded")
 TRANSPORTS = ("broadcast", "p2p", "disk-delta")
 
 RULES = (
     RuleSet("hook-is-callable", broken_hooks),
     RuleSet("engine-or-transport", engine_and_transport),
+    RuleSet("reward", rewards),
+    RuleSet("eval-hook", eval_hooks),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.arguments.args import Args
@@ -16,12 +16,14 @@ class Rule:
     Attributes:
         name: stable, for tests and for reports.
         broken: true when the arguments break the rule.
+        system: the system of `systems.py` that the rule is about; until that works, its flags are refused as a whole.
         say: names the flags and what to set. A text, formatted with the flags as `{name}`, or a function of the arguments.
     """
 
     name: str
     broken: Callable[[Args], Any]
     say: str | Callable[[Args], str]
+    system: str | None = None
 
     def problems(self, args: Args) -> list[str]:
         if not self.broken(args):
@@ -31,12 +33,18 @@ class Rule:
         return [self.say.format_map(_Values(args))]
 
 
+def about(system: str, *rules: Rule) -> tuple[Rule, ...]:
+    """The same rules, kept back until `system` works."""
+    return tuple(replace(rule, system=system) for rule in rules)
+
+
 @dataclass(frozen=True)
 class RuleSet:
     """A rule that finds any number of problems of one kind: missing files, wrong hooks, flags without effect."""
 
     name: str
     find: Callable[[Args], Iterable[str]]
+    system: str | None = None
 
     def problems(self, args: Args) -> list[str]:
         return list(self.find(args))

@@ -7,7 +7,8 @@ import os
 from miles.arguments.args import Args
 from miles.arguments.devices import has_gpu
 from miles.arguments.resolve import ROLLOUT_FUNCTION
-from miles.arguments.rules.rule import Rule
+from miles.arguments.rules.conflict import Clash, excludes
+from miles.arguments.rules.rule import Rule, about
 from miles.arguments.systems import missing, works
 
 
@@ -17,20 +18,6 @@ def _engines_run(a: Args) -> bool:
 
 def _actor_gpus(a: Args) -> int:
     return a.actor_num_nodes * a.actor_num_gpus_per_node
-
-
-def _fully_async_conflicts(a: Args) -> list[str]:
-    conflicts = {
-        "the driver train.py (use train_async.py)": a.driver == "train.py",
-        "--rollout-function-path": "rollout_function_path" in a.given,
-        "--colocate": a.colocate,
-        "--partial-rollout": a.partial_rollout,
-        "--pause-generation-mode abort": a.pause_generation_mode == "abort",
-        "--recompute-logprobs-via-prefill": a.recompute_logprobs_via_prefill,
-        "--rollout-all-samples-process-path": a.rollout_all_samples_process_path is not None,
-        "--multi-lora-n-adapters": a.multi_lora_n_adapters > 0,
-    }
-    return [name for name, given in conflicts.items() if given]
 
 
 MODES = (
@@ -68,14 +55,41 @@ MODES = (
         "train_async.py generates while it trains, so --colocate cannot work: drop it, or run train.py",
     ),
     Rule(
-        "fully-async-alone",
-        lambda a: a.fully_async and _fully_async_conflicts(a),
-        lambda a: f"--fully-async does not go together with {', '.join(_fully_async_conflicts(a))}",
-    ),
-    Rule(
         "fault-components",
         lambda a: a.use_fault_tolerance and not a.ft_components,
         "--use-fault-tolerance watches nothing with an empty --ft-components: leave that out",
+    ),
+)
+
+FULLY_ASYNC = about(
+    "fully-async",
+    excludes(
+        "fully-async-alone",
+        "--fully-async",
+        lambda a: a.fully_async,
+        Clash("the driver train.py (run train_async.py)", lambda a: a.driver == "train.py"),
+        Clash("--rollout-function-path", lambda a: "rollout_function_path" in a.given),
+        Clash("--colocate", lambda a: a.colocate),
+        Clash("--partial-rollout", lambda a: a.partial_rollout),
+        Clash("--pause-generation-mode abort", lambda a: a.pause_generation_mode == "abort"),
+        Clash("--recompute-logprobs-via-prefill", lambda a: a.recompute_logprobs_via_prefill),
+        Clash("--rollout-all-samples-process-path", lambda a: a.rollout_all_samples_process_path is not None),
+        Clash("--multi-lora-n-adapters", lambda a: a.multi_lora_n_adapters > 0),
+    ),
+    Rule(
+        "async-concurrency",
+        lambda a: (
+            a.async_max_concurrent_samples is not None and a.async_max_concurrent_samples < a.n_samples_per_prompt
+        ),
+        "--async-max-concurrent-samples {async_max_concurrent_samples} does not hold one group of --n-samples-per-prompt "
+        "{n_samples_per_prompt}",
+    ),
+    Rule(
+        "async-buffer-holds-a-group",
+        lambda a: (
+            a.fully_async and a.rollout_batch_size and a.async_data_buffer_capacity_factor * a.rollout_batch_size < 1
+        ),
+        "--async-data-buffer-capacity-factor {async_data_buffer_capacity_factor} x --rollout-batch-size {rollout_batch_size} is below one group",
     ),
 )
 
@@ -152,11 +166,6 @@ FILES = (
         ),
         "--eval-interval needs something to evaluate on: set --eval-prompt-data or --eval-config",
     ),
-    Rule(
-        "remote-reward-address",
-        lambda a: (a.rm_type or "").removeprefix("boxed_") == "remote_rm" and a.rm_url is None,
-        "--rm-type remote_rm needs --rm-url, the reward server's address",
-    ),
 )
 
-RULES = (*MODES, *DEVICES, *FILES)
+RULES = (*MODES, *FULLY_ASYNC, *DEVICES, *FILES)

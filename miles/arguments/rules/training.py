@@ -124,11 +124,6 @@ RULES = (
         "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its final decay",
     ),
     Rule(
-        "math-verify",
-        lambda a: (a.rm_type or "").removeprefix("boxed_") == "math" and not has_package("math_verify"),
-        "--rm-type {rm_type} needs the package math-verify: pip install 'miles[tasks]'",
-    ),
-    Rule(
         "wandb",
         lambda a: a.use_wandb and not has_package("wandb"),
         "--use-wandb needs the package wandb: pip install 'miles[tracking]'",

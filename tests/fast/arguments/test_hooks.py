@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from miles.utils.imports import register_function
@@ -137,3 +139,24 @@ def test_defaults_are_importable_and_have_the_right_signature():
 
     assert list(problems_of("--data-source-path", "data_source", DATA_SOURCE)) == []
     assert list(problems_of("--rollout-function-path", "rollout", ROLLOUT_FUNCTION)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rm_type": "mathh"}, "unknown reward type 'mathh' (did you mean"),
+        ({"rm_type": "remote_rm"}, "needs --rm-url"),
+        ({"rm_type": "dapo"}, "set --reward-key score"),
+    ],
+)
+def test_built_in_rewards_are_checked(changes, said, problems):
+    (problem,) = problems(**changes)
+    assert said in problem
+
+
+def test_a_generate_function_of_one_evaluation_dataset(problems, fields, tmp_path):
+    config = tmp_path / "eval.json"
+    dataset = {"name": "m", "path": fields["prompt_data"], "custom_generate_function_path": "mine.two_arguments"}
+    config.write_text(json.dumps({"eval": {"datasets": [dataset]}}))
+    (problem,) = problems(eval_interval=1, eval_config=str(config))
+    assert problem.startswith("--eval-config m: custom_generate_function_path: mine.two_arguments")
