@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 
-def _worker(rank: int, size: int, store_path: str, connection: Connection) -> None:
+def _worker(rank: int, size: int, store_path: str, backend: str, connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     while (job := connection.recv()) is not None:
         function, args, kwargs = job
         try:
@@ -43,10 +43,10 @@ def _worker(rank: int, size: int, store_path: str, connection: Connection) -> No
 
 
 class World:
-    """`size` ranks. `run` returns what each rank returned, or raises what the first failing one raised."""
+    """`size` ranks, of gloo or another torch.distributed backend. `run` returns what each rank returned, or raises what the first failing one raised."""
 
-    def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(self, size: int, *, timeout_s: float = 120.0, backend: str = "gloo") -> None:
+        self.size, self.timeout_s, self.backend = size, timeout_s, backend
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -56,7 +56,7 @@ class World:
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, self.size, store, theirs), daemon=True)
+            process = context.Process(target=_worker, args=(rank, self.size, store, self.backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -67,8 +67,8 @@ def iter_hf_tensors(
             name = name.removeprefix(_PREFIX)
             # Ranks that only take part in the gathers name their tensors without touching them.
             target = value.device if keep else "meta"
-            tensors[name] = value.to(target, dtype_of(name), copy=gathered and not loaded.whole)
-        if gathered and not loaded.whole:
+            tensors[name] = value.to(target, dtype_of(name), copy=gathered and not loaded.stays_gathered)
+        if gathered and not loaded.stays_gathered:
             module.reshard()  # frees the gathered storage: what is yielded are copies
         for name, tensor in to_checkpoint_names(policy.hf, tensors).items():
             yield name, tensor if keep else torch.empty(0, dtype=tensor.dtype)

@@ -25,8 +25,11 @@ from miles.backends.fsdp_utils.policy_model import PolicyModel
 logger = logging.getLogger(__name__)
 
 # Below this many parameter bytes a model is one FSDP group: one all-gather and one reduce-scatter an optimizer step
-# are faster than one a layer, and the whole model fits anyway.
+# are faster than one a layer.
 SINGLE_GROUP_BYTES = 1 << 30
+# Below this many bytes in the compute dtype, parameters stay gathered from one optimizer step to the next; on a GPU
+# below this share of its memory.
+GATHERED_BYTES, GATHERED_SHARE = 4 << 30, 1 / 8
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,20 @@ class ShardingOptions:
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     single_group_bytes: int = SINGLE_GROUP_BYTES
+    gathered_bytes: int | None = None  # None: by the device
 
     @property
     def stored_dtype(self) -> torch.dtype:
         return self.master_dtype or self.compute_dtype or torch.float32
+
+    def stays_gathered(self, num_params: int) -> bool:
+        """Whether parameters that have been gathered are kept until the optimizer changes them."""
+        limit = self.gathered_bytes
+        if limit is None:
+            limit = GATHERED_BYTES
+            if self.device.type == "cuda":
+                limit = int(torch.cuda.get_device_properties(self.device).total_memory * GATHERED_SHARE)
+        return num_params * (self.compute_dtype or self.stored_dtype).itemsize <= limit
 
 
 @dataclass
@@ -56,7 +69,7 @@ class LoadedPolicy:
     module: PolicyModel
     config: Any
     packed: bool
-    whole: bool  # parameters may stay gathered between micro-batches
+    stays_gathered: bool  # between micro-batches and steps; otherwise layer by layer, as each one runs
     checkpoint_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # by parameter name of the HF model
 
 
@@ -82,13 +95,14 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
     if options.gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = PolicyModel(hf, attention_kwargs=kwargs)
-    num_bytes = sum(p.numel() * p.element_size() for p in hf.parameters())
-    whole = num_bytes <= options.single_group_bytes
-    _materialise_and_shard(policy, options, whole)
+    num_params = sum(p.numel() for p in hf.parameters())
+    gathered = options.stays_gathered(num_params)
+    single = gathered and num_params * options.stored_dtype.itemsize <= options.single_group_bytes
+    _materialise_and_shard(policy, options, single=single, gathered=gathered)
     dtypes = _fill(policy, source, options.stored_dtype)
     policy.find_out_head(options.device)
     reshard(policy)
-    return LoadedPolicy(policy, config, packed, whole, dtypes)
+    return LoadedPolicy(policy, config, packed, gathered, dtypes)
 
 
 def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module | None, str | None]:
@@ -139,8 +153,8 @@ def _choose_attention(hf: nn.Module, options: ShardingOptions) -> tuple[bool, st
     return True, PACKED, "packed"
 
 
-def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, whole: bool) -> None:
-    """Replace meta tensors by empty ones and shard them, layer by layer."""
+def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, *, single: bool, gathered: bool) -> None:
+    """Replace meta tensors by empty ones and shard them: as a `single` group, or layer by layer."""
     mixed = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=options.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
     home = torch.device("cpu") if options.cpu_offload else options.device
@@ -148,10 +162,10 @@ def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, whole:
         "mesh": options.mesh,
         "mp_policy": mixed,
         "offload_policy": offload,
-        "reshard_after_forward": not whole,
+        "reshard_after_forward": not gathered,
     }
     sharded: set[nn.Module] = set()
-    if not whole:
+    if not single:
         layer_classes = set(policy.hf._no_split_modules or [])
         tied = bool(getattr(policy.hf.config, "tie_word_embeddings", False))
         for module in list(policy.hf.modules()):

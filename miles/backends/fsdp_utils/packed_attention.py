@@ -7,6 +7,7 @@ Each sequence is its own SDPA call on the CPU: measured against padding and a bl
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -104,10 +105,9 @@ def _flash_varlen(
 
     ends = torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    left = -1 if window is None else window - 1
-    out = varlen_attn(
-        q, k, v, ends, ends, max(lengths), max(lengths),
-        scale=scaling, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before torch 2.12 grouped heads need no word
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, ends, ends, max(lengths), max(lengths), **options)
     assert isinstance(out, torch.Tensor)  # a pair only where auxiliary outputs are asked for
     return out.unsqueeze(0)

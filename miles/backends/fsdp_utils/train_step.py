@@ -181,7 +181,7 @@ class StepRunner:
         """Reduce gradients once, after the last micro-batch; a model that fits keeps its gathered parameters till then."""
         for module in fsdp_modules(self.actor.module):
             module.set_requires_gradient_sync(last)
-            if self.actor.whole:
+            if self.actor.stays_gathered:
                 module.set_reshard_after_backward(last)
 
     # ---- times ---------------------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ def make_batch(seed: int = 0, count: int = 8) -> dict[str, Any]:
 
 
 class LayeredBackend(FSDPBackend):
-    """Sharded layer by layer, as models too large for one group are."""
+    """Sharded layer by layer, as models too large for one group are, and gathered layer by layer too."""
 
     def _options(self, **kwargs: Any) -> Any:
-        return dataclasses.replace(super()._options(**kwargs), single_group_bytes=0)
+        return dataclasses.replace(super()._options(**kwargs), single_group_bytes=0, gathered_bytes=0)
 
 
 def make_backend(args: SimpleNamespace, *, by_layer: bool = False, with_ref: bool = False) -> tuple[FSDPBackend, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.backends.fsdp_utils.loading import fsdp_modules
 from miles.backends.fsdp_utils.model_dir import ModelDirError, check_model_dir
 from tests.fast.fsdp_utils.jobs import make_args, make_backend, make_batch, shard_of
 from tests.helpers.tiny_models import FAMILIES, make_tiny_model
@@ -27,16 +28,16 @@ def scores_and_reference(args, by_layer=False):
             logits = plain(tokens[None]).logits[0, len(tokens) - n - 1 : -1] / args.rollout_temperature
         expected = torch.log_softmax(logits, -1).gather(-1, tokens[-n:, None])[:, 0]
         worst = max(worst, float((scored - expected).abs().max()))
-    return worst, start, backend.actor.whole
+    return worst, start, len(fsdp_modules(backend.actor.module))
 
 
 @pytest.mark.parametrize("sharding", ["one group", "by layer"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_those_of_transformers(world, models, family, sharding):
     args = make_args(models[family], rollout_temperature=0.7)
-    for worst, start, whole in world.run(scores_and_reference, args, by_layer=sharding == "by layer"):
+    for worst, start, groups in world.run(scores_and_reference, args, by_layer=sharding == "by layer"):
         assert worst < 2e-6 and start == 0
-        assert whole == (sharding == "one group")
+        assert (groups == 1) == (sharding == "one group")
 
 
 @pytest.mark.parametrize("fields", [{"qkv_format": "bshd"}, {"attn_implementation": "eager"}, {"dp_replicate_size": 2}])
