@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from miles.rollout.rm_hub.failures import REWARD_ERROR, REWARD_TIMEOUT, RewardFailure
-from miles.rollout.rm_hub.timing import within
+from miles.rollout.rm_hub.reward_loop import RewardBlocked, RewardLoop, plain_exception
+from miles.rollout.rm_hub.timing import TooLate, within
 from miles.utils.imports import load_function
 
 _MAX_THREADS = 32
+reward_loop = RewardLoop()
 
 
 async def call_custom(path: str, args: Any, target: Any, who: str, kwargs: dict[str, Any]) -> Any:
@@ -23,35 +25,34 @@ async def call_custom(path: str, args: Any, target: Any, who: str, kwargs: dict[
         seconds counted from its start.
     """
     function = load_function(path)
-    timeout_s = args.reward_timeout
     try:
         if _is_async(function):
-            value = await within(function(args, target, **kwargs), timeout_s)
-        else:
-            value = await _call_in_thread(function, args, target, kwargs, timeout_s)
-            if inspect.isawaitable(value):
-                value = await within(value, timeout_s)
+            return await reward_loop.run(lambda: function(args, target, **kwargs), args.reward_timeout)
+        value = await _call_in_thread(function, args, target, kwargs, args.reward_timeout)
+        if inspect.iscoroutine(value):  # a plain function that returns a coroutine, such as functools.partial gives
+            return await reward_loop.run(lambda: value, args.reward_timeout)
         return value
-    except TimeoutError as error:
-        if isinstance(error, _TooLate) or not str(error):
-            raise RewardFailure(
-                REWARD_TIMEOUT, f"{who} did not answer within {timeout_s:g} s (--reward-timeout)"
-            ) from None
-        raise RewardFailure(REWARD_ERROR, f"{who} raised {type(error).__name__}: {error}") from error
     except RewardFailure:
         raise
     except Exception as error:
-        raise RewardFailure(REWARD_ERROR, f"{who} raised {type(error).__name__}: {error}") from error
+        raise _as_failure(error, who, args.reward_timeout) from error
+
+
+def _as_failure(error: Exception, who: str, timeout_s: float) -> RewardFailure:
+    if isinstance(error, RewardBlocked):
+        why = "blocked its event loop instead of awaiting; blocking work belongs into a plain function, or asyncio.to_thread"
+        return RewardFailure(
+            REWARD_TIMEOUT, f"{who} did not answer within {timeout_s:g} s (--reward-timeout): it {why}", permanent=True
+        )
+    if isinstance(error, TooLate):
+        return RewardFailure(REWARD_TIMEOUT, f"{who} did not answer within {timeout_s:g} s (--reward-timeout)")
+    return RewardFailure(REWARD_ERROR, f"{who} raised {type(error).__name__}: {error}")
 
 
 def _is_async(function: Callable) -> bool:
-    if inspect.isfunction(function) or inspect.ismethod(function):
-        return inspect.iscoroutinefunction(function)
-    return inspect.iscoroutinefunction(type(function).__call__)  # an object that can be called
-
-
-class _TooLate(TimeoutError):
-    """The deadline of `_call_in_thread`, as opposed to a TimeoutError of the function's own."""
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not inspect.isclass(function) and inspect.iscoroutinefunction(type(function).__call__)
 
 
 _slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -82,17 +83,10 @@ async def _call_in_thread(function: Callable, args: Any, target: Any, kwargs: di
             try:
                 value = context.run(function, args, target, **kwargs)
             except BaseException as caught:
-                error = caught if isinstance(caught, Exception) else RuntimeError(f"{type(caught).__name__}: {caught}")
+                error = plain_exception(caught)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, value, error)
 
         context = contextvars.copy_context()
         threading.Thread(target=run, name="reward", daemon=True).start()
-        done = asyncio.shield(outcome)
-        try:
-            return await within(done, timeout_s)
-        except TimeoutError as error:
-            if outcome.done() and not outcome.cancelled() and outcome.exception() is error:
-                raise
-            outcome.cancel()
-            raise _TooLate from None
+        return await within(outcome, timeout_s)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from if_verifiable.common import evaluate_instructions
+from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as IFBENCH
+from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as IFEVAL
+
 from miles.rollout.rm_hub.failures import REWARD_DATA, RewardFailure
 
 
 def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
-    from if_verifiable.common import evaluate_instructions
-
     ids = list(metadata.get("instruction_id_list") or [])
     arguments = [dict(entry or {}) for entry in metadata.get("kwargs") or [{}] * len(ids)]
     if not ids or len(arguments) != len(ids):
@@ -30,10 +32,7 @@ def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
 
 def _checks(ids: list[str]) -> dict[str, Any]:
     """The benchmark that knows all instructions. The package skips unknown ones, which would make them count as followed."""
-    from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT as ifbench
-    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as ifeval
-
-    known = {**ifeval, **ifbench}
+    known = {**IFEVAL, **IFBENCH}
     unknown = [name for name in ids if name not in known]
     if unknown:
         raise RewardFailure(REWARD_DATA, f"no check for the instructions {', '.join(unknown)}", permanent=True)

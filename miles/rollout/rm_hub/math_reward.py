@@ -8,8 +8,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from math_verify import parse, verify
+
 from miles.rollout.rm_hub.boxed import last_boxed
 from miles.rollout.rm_hub.failures import REWARD_DATA, RewardFailure
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clock, which is the pool's here, is off
 
 
 def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
@@ -24,8 +28,6 @@ def equal(answer: str, label: str | None, *, is_answer: bool = True) -> bool:
         is_answer: `answer` is the bare answer; False for a whole text that has it somewhere.
     Raises: RewardFailure (reward_data) for a label without an expression in it.
     """
-    from math_verify import verify
-
     gold_text = last_boxed(label or "") or (label or "").strip()
     if not gold_text:
         raise RewardFailure(REWARD_DATA, "the row has no label to compare with (--label-key)", permanent=True)
@@ -43,9 +45,6 @@ def _bare(text: str) -> str:
 
 def _parse(text: str, *, whole_text: bool = False) -> list[Any]:
     """Expressions in `text`. The clock is the scoring pool's: math-verify's own needs signals on the main thread."""
-    from math_verify import parse
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clock is off
     if not whole_text and "$" not in text:
         text = rf"\boxed{{{text}}}"
     return parse(text, parsing_timeout=None)

@@ -12,12 +12,13 @@ import json
 from functools import cache
 from typing import Any
 
+from reasoning_gym.factory import DATASETS, get_score_answer_fn
+from reasoning_gym.utils import extract_answer
+
 from miles.rollout.rm_hub.failures import REWARD_DATA, RewardFailure
 
 
 def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
-    from reasoning_gym.utils import extract_answer
-
     task, entry = task_entry(label, metadata)
     answer = extract_answer(response)
     return float(_verifier(task)(answer if answer is not None else response.strip(), entry))
@@ -44,8 +45,6 @@ def task_entry(label: str | None, metadata: dict[str, Any]) -> tuple[str, dict[s
 
 @cache
 def _verifier(task: str) -> Any:
-    from reasoning_gym.factory import DATASETS, get_score_answer_fn
-
     if task not in DATASETS:
         raise RewardFailure(REWARD_DATA, f"reasoning-gym has no task {task!r}", permanent=True)
     return get_score_answer_fn(task)

@@ -15,7 +15,8 @@ class RewardType:
 
     Attributes:
         module: below `miles.rollout.rm_hub`; has `score(response, label, metadata)` where `pooled`, else
-            `async score(args, sample, response)`.
+            `async score(args, sample, response)`. A pooled module imports its library at its top: only workers load it,
+            and loading is not on a scoring's clock.
         pooled: CPU-bound, so it runs in the scoring pool.
         uses_metadata: the row's metadata goes to the worker too.
         package, install: what must be importable, and how to get it.

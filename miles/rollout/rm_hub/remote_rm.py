@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from miles.rollout.rm_hub.failures import REWARD_ERROR, REWARD_TIMEOUT, RewardFailure
-from miles.rollout.rm_hub.timing import within
+from miles.rollout.rm_hub.timing import TooLate, within
 from miles.utils.types import Sample
 
 _ATTEMPTS = 4
@@ -50,7 +50,7 @@ async def score(args: Any, sample: Sample, response: str) -> Any:
     async with slots:  # waiting in line is not on the clock
         try:
             return await within(_ask(session, args.rm_url, payload), args.reward_timeout)
-        except TimeoutError:
+        except TooLate:
             raise RewardFailure(
                 REWARD_TIMEOUT,
                 f"reward server {args.rm_url} did not score sample {sample.index} within {args.reward_timeout:g} s "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles.rollout.rm_hub.boxed import last_boxed
-from miles.rollout.rm_hub.custom import call_custom
+from miles.rollout.rm_hub.custom import call_custom, reward_loop
 from miles.rollout.rm_hub.failures import (
     REWARD_CONFIG,
     REWARD_ERROR,
@@ -19,11 +19,14 @@ from miles.rollout.rm_hub.failures import (
     check_reward,
 )
 from miles.rollout.rm_hub.registry import RewardType, split_rm_type
+from miles.rollout.rm_hub.remote_rm import close_sessions
 from miles.rollout.rm_hub.scoring_pool import ScoringCrash, ScoringPool, ScoringTimeout
 from miles.utils.imports import ImportPathError, load_function
 from miles.utils.types import Sample, SampleStatus
 
 Reward = float | dict[str, Any]
+
+_CLOSE_TIMEOUT_S = 5.0
 
 _pool: ScoringPool | None = None
 _pool_lock = threading.Lock()
@@ -45,9 +48,8 @@ async def close_rewards() -> None:
         pool, _pool = _pool, None
     if pool is not None:
         await asyncio.to_thread(pool.close)
-    from miles.rollout.rm_hub import remote_rm
-
-    await remote_rm.close_sessions()
+    await reward_loop.close(close_sessions, _CLOSE_TIMEOUT_S)
+    await close_sessions()
 
 
 # ---- which reward ----------------------------------------------------------------------------------------------------
