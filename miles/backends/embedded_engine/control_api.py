@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from miles.backends.embedded_engine.engine import PAUSE_MODES
 from miles.backends.embedded_engine.http_app import Service, guarded, json_body, reply
+from miles.backends.embedded_engine.model_config import ModelError
 from miles.backends.embedded_engine.payloads import decode_tensors
 from miles.backends.embedded_engine.sampling_params import RequestError
 from miles.backends.embedded_engine.weight_sync import parse_specs
@@ -59,7 +60,7 @@ def _endpoint(service: Service, action: Action) -> Callable[[HttpRequest], Await
             if body is not None and not isinstance(body, dict):
                 raise RequestError("the body must be a JSON object")
             return reply(await action(service, body or {}))
-        except (WeightError, RequestError, GroupJoinError) as error:
+        except (WeightError, ModelError, RequestError, GroupJoinError) as error:
             return reply({"success": False, "message": str(error)}, 400)
         except KeyError as error:
             return reply({"success": False, "message": f"the field {error} is missing"}, 400)

@@ -89,7 +89,7 @@ class GenerateCall:
 
 def parse_generate(body: Any, facts: EngineFacts, emit: Callable[[Request], None]) -> GenerateCall:
     """Check a /generate body. Raises: RequestError that lists everything wrong with it."""
-    _check_fields(body)
+    _check_fields(body, facts.config.vocab_size)
     prompts, as_list = _prompts(body, facts)
     n = len(prompts)
     params = [
@@ -150,7 +150,7 @@ def parse_generate(body: Any, facts: EngineFacts, emit: Callable[[Request], None
     )
 
 
-def _check_fields(body: Any) -> None:
+def _check_fields(body: Any, vocab_size: int) -> None:
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
     problems = []
@@ -164,7 +164,14 @@ def _check_fields(body: Any) -> None:
             problems.append(f"unknown field {name!r}")
         elif not isinstance(value, _FIELDS[name]):
             problems.append(f"{name} has type {type(value).__name__}")
-    if problems:
+    if problems:  # then the prompts may be unreadable, but the parameters can still be judged
+        for raw in (
+            body["sampling_params"] if isinstance(body.get("sampling_params"), list) else [body.get("sampling_params")]
+        ):
+            try:
+                parse_sampling_params(raw, vocab_size)
+            except RequestError as error:
+                problems.append(str(error))
         raise RequestError("; ".join(problems))
 
 

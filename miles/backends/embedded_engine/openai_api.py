@@ -260,9 +260,6 @@ class _Chat:
                     "finish_reason": (request.finish_reason or {}).get("type") if finished else None,
                     "matched_stop": (request.finish_reason or {}).get("matched") if finished else None,
                 }
-                if self.body.get("logprobs"):
-                    choice["logprobs"] = self._logprobs(request, counted[i])
-                    counted[i] += len(choice["logprobs"]["content"])
                 if finished:
                     del index[request.rid]
                     full = self._choice(i, request)
@@ -270,6 +267,9 @@ class _Chat:
                     choice |= {name: full[name] for name in extras if name in full}
                 if finished or len(text) > sent[i]:
                     sent[i] = max(sent[i], len(text))
+                    if self.body.get("logprobs"):
+                        choice["logprobs"] = self._logprobs(request, counted[i])
+                        counted[i] += len(choice["logprobs"]["content"])
                     yield self._event([choice])
             if (self.body.get("stream_options") or {}).get("include_usage"):
                 yield self._event([], usage=self._usage())

@@ -88,8 +88,8 @@ class Request:
             self.spans.append((version, start))
 
     def version_spans(self) -> list[dict[str, Any]]:
-        ends = [start for _, start in self.spans[1:]] + [len(self.output_ids)]
-        pairs = zip(self.spans, ends, strict=True)
+        ends = [*(start for _, start in self.spans[1:]), len(self.output_ids)]
+        pairs = zip(self.spans, ends, strict=False)  # no span, one end, before the first token
         return [{"version": v, "start": s, "end": e} for (v, s), e in pairs if e > s]
 
     def add_routes(self, routes: np.ndarray, first: int) -> None:

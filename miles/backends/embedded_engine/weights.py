@@ -66,7 +66,7 @@ class Weights:
         self.slots: dict[str, Slot] = {}
         self.aliases: dict[str, Slot] = {}
         self._linears: list[Linear] = []
-        self._plain_tensors: list[torch.Tensor] = []
+        self._plain_tensors: list[tuple[torch.Tensor, tuple[int, ...]]] = []
         self.epoch = 0  # grows with every change of a tensor: what was computed before is stale
         self.released = False
         self._build()
@@ -173,18 +173,19 @@ class Weights:
             shape, self.dtype, lambda: linear.plain()[rows], lambda value: linear.write(rows, value)
         )
         if bias:
-            assert linear.bias is not None
-            self._register(f"{name}.bias", linear.bias[rows])
-            self._plain_tensors.append(linear.bias)
+            stored = linear.bias
+            assert stored is not None
+            if not any(stored is tensor for tensor, _ in self._plain_tensors):
+                self._plain_tensors.append((stored, tuple(stored.shape)))
+            self.slots[f"{name}.bias"] = Slot(
+                shape[:1], self.dtype, lambda: stored[rows], lambda value: stored[rows].copy_(value)
+            )
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        self._plain_tensors.append(tensor)
-        self._register(name, tensor)
+        self._plain_tensors.append((tensor, shape))
+        self.slots[name] = Slot(shape, self.dtype, lambda: tensor, lambda value: tensor.copy_(value))
         return tensor
-
-    def _register(self, name: str, tensor: torch.Tensor) -> None:
-        self.slots[name] = Slot(tuple(tensor.shape), tensor.dtype, lambda: tensor, lambda value: tensor.copy_(value))
 
     # ---- use -----------------------------------------------------------------------------------------------------
 
@@ -224,16 +225,15 @@ class Weights:
         """Free the storage of every tensor; all names become `missing`."""
         for linear in self._linears:
             linear.free()
-        for tensor in self._plain_tensors:
-            tensor.untyped_storage().resize_(0)
+        for tensor, _ in self._plain_tensors:
+            tensor.set_(tensor.new_empty(0))
         self.released, self.missing = True, set(self.slots)
         self.epoch += 1
 
     def restore_storage(self) -> None:
         """Allocate again what `release` freed. The content is zero until it is written."""
-        for tensor in self._plain_tensors:
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            tensor.zero_()
+        for tensor, shape in self._plain_tensors:
+            tensor.set_(tensor.new_zeros(shape))
         self.released = False
 
     def nbytes(self) -> int:
