@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from miles.ray.engine_fleet import CatchUp
 from miles.utils.process_logging import redirect_to_log
 from miles.weight_update.types import EngineEndpoint, TransferReport
 
@@ -82,31 +83,23 @@ class WeightUpdateCoordinator:
             raise WeightUpdateError(f"{len(sent)} trainer ranks reported a transfer; expected exactly one source")
         return sent[0]
 
-    async def bring_current(self, engine: EngineEndpoint) -> bool:
-        """Give one restarted engine the weights of the current version.
+    async def bring_current(self, engine: EngineEndpoint) -> CatchUp:
+        """Give one restarted engine the weights of the current version, from the copy that the source rank keeps.
 
-        False when nobody holds them any more (the trainer has stepped since, and kept no copy): the engine then waits
-        for the next update.
+        The copy alone is used: gathering the model takes every rank, and a train step may be on its way to some of them.
         """
         from miles.weight_update.transaction import run_update
 
         async with self._lock:
             if self._current.get(engine.index) == engine.incarnation:
-                return True  # an update came first
-            method = "transfer_weights"
-            if self.args.keep_published_weights:
-                method = "resend_weights"
-            elif not await self.trainers[0].weights_are_published.remote():
-                return False
+                return CatchUp.CURRENT  # an update came first
+            if not self.args.keep_published_weights or not self._current:
+                return CatchUp.MUST_WAIT
 
             async def transfer() -> TransferReport:
-                if method == "resend_weights":
-                    return await self.trainers[0].resend_weights.remote(self.version, [engine])
-                return await self._on_all_ranks(method, self.version, [engine])
+                return await self.trainers[0].resend_weights.remote(self.version, [engine])
 
             outcome = await run_update(self.args, self.version, [engine], transfer)
-            if outcome.error:
-                logger.error(
-                    "engine %d could not be brought to version %d: %s", engine.index, self.version, outcome.error
-                )
-            return outcome.succeeded
+            if outcome.succeeded:
+                self._current[engine.index] = engine.incarnation
+            return CatchUp.CURRENT if outcome.succeeded else CatchUp.FAILED

@@ -32,6 +32,14 @@ class EngineState(enum.Enum):
     DEAD = "dead"
 
 
+class CatchUp(enum.Enum):
+    """What became of bringing a restarted engine to the current version."""
+
+    CURRENT = "it may serve"
+    MUST_WAIT = "nobody holds the published weights any more: it waits for the next update"
+    FAILED = "its weights are in doubt: it must be started again"
+
+
 @dataclass
 class EngineSlot:
     index: int
@@ -45,15 +53,14 @@ class EngineSlot:
 class EngineFleet:
     """Lives in the rollout manager. An engine serves only while its weights are the current version.
 
-    `catch_up(endpoint)` brings one restarted engine to the current version and returns whether it could; it is set once
-    a coordinator exists. Deaths are noticed by polling the processes, and at once by a request that fails.
+    `catch_up(endpoint)` brings one restarted engine to the current version; it is set once a coordinator exists. Deaths are noticed by polling the processes, and at once by a request that fails.
     """
 
     def __init__(self, args: Any, placement: Placement | None, pool: EnginePool) -> None:
         self.args, self.placement, self.pool = args, placement, pool
         self.admin_key = secrets.token_hex(16)  # only this run can control its engines
         self.slots: list[EngineSlot] = []
-        self.catch_up: Callable[[EngineEndpoint], Awaitable[bool]] | None = None
+        self.catch_up: Callable[[EngineEndpoint], Awaitable[CatchUp]] | None = None
         self.version = 0
         self._watcher: asyncio.Task | None = None
         self._recoveries: dict[int, asyncio.Task] = {}
@@ -137,7 +144,7 @@ class EngineFleet:
         try:
             code = await slot.actor.poll.remote()
             if code is None and probe and slot.client is not None:
-                await asyncio.wait_for(slot.client.health(), self.args.rollout_health_check_timeout)
+                await slot.client.alive(timeout_s=self.args.rollout_health_check_timeout)
         except (ray.exceptions.RayError, EngineError, TimeoutError) as error:
             code = f"no healthy answer: {type(error).__name__}: {error}"
         if code is not None and slot.incarnation == incarnation:
@@ -190,8 +197,14 @@ class EngineFleet:
             if self.version == 0 and self.args.debug_rollout_only:
                 self.admit([index])
             return
-        if await self.catch_up(self.endpoint(slot)):
+        incarnation = slot.incarnation
+        result = await self.catch_up(self.endpoint(slot))
+        if slot.incarnation != incarnation:
+            return
+        if result is CatchUp.CURRENT:
             self.admit([index])
+        elif result is CatchUp.FAILED:
+            self.report_dead(index, "it could not be brought to the current version")
 
     # ---- weight updates --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from miles.backends.training_utils.backend import TrainParallelConfig
-from miles.ray.engine_fleet import EngineFleet
+from miles.ray.engine_fleet import CatchUp, EngineFleet
 from miles.ray.placement import Placement
 from miles.utils.process_logging import redirect_to_log
 from miles.weight_update.types import EngineEndpoint
@@ -72,7 +72,7 @@ class RolloutManager:
         if self.fleet is None:
             return
 
-        async def catch_up(endpoint: EngineEndpoint) -> bool:
+        async def catch_up(endpoint: EngineEndpoint) -> CatchUp:
             return await coordinator.bring_current.remote(endpoint)
 
         self.fleet.catch_up = catch_up

@@ -45,8 +45,6 @@ class TrainActor:
         redirect_to_log(args.run_dir, f"trainer_{rank}")
         self.args, self.rank, self.world_size = args, rank, world_size
         self._listener = None
-        # True from the first optimizer step after an update until the next one: the model is then not what serves.
-        self._ahead_of_engines = True
 
     def rendezvous(self) -> tuple[str, int]:
         """Rank 0: an address that the other ranks can reach, held open until they do."""
@@ -105,7 +103,6 @@ class TrainActor:
         """Train on this rank's shard of a rollout batch. Returns metrics, one dict an optimizer step."""
         started = time.monotonic()
         shard: TrainShard = ray.get(shards[self.backend.dp_rank])
-        self._ahead_of_engines = True
         result = self.backend.train(shard)
         steps = result if isinstance(result, list) else [result]
         steps[-1]["perf/train_busy_time"] = time.monotonic() - started
@@ -113,13 +110,7 @@ class TrainActor:
 
     def transfer_weights(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
         """Send the model to the engines. Collective over ranks; the source rank reports."""
-        report = self.updater.transfer(version, engines)
-        self._ahead_of_engines = False
-        return report
-
-    def weights_are_published(self) -> bool:
-        """Whether the model still equals what the last update sent."""
-        return not self._ahead_of_engines
+        return self.updater.transfer(version, engines)
 
     @ray.method(concurrency_group="weights")
     def resend_weights(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the driver and the coordinator use these types without needing torch
+    import torch
 
 
 @dataclass(frozen=True)

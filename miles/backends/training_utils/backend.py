@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # the driver uses these types without needing torch
+    import torch
 
 # Columns of a batch, by the names of the reference page "train data": `tokens`, `loss_masks`, `rewards`, ...
 # Every per-sample column has one entry a sample.
