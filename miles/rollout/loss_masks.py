@@ -8,6 +8,8 @@ have produced.
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,7 @@ class LossMaskBuilder:
         if mask_type not in LOSS_MASK_TYPES:
             raise ValueError(f"--loss-mask-type {mask_type}: use one of {', '.join(LOSS_MASK_TYPES)}")
         self.tokenizer, self.mask_type, self.kwargs = tokenizer, mask_type, dict(template_kwargs or {})
+        self._special_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
     def build(self, messages: list[Message], tools: list[dict] | None = None) -> MaskedConversation:
         """Mask one conversation. A message with `step_loss_mask: 0` is not trained.
@@ -74,16 +77,44 @@ class LossMaskBuilder:
             return self.tokenizer.eos_token or ""
         return text[text.rindex(_MARK) + len(_MARK) :].strip() if _MARK in text else ""
 
-    def _changed(self, text: str, messages: list[Message], at: int, tools: list[dict] | None) -> tuple[int, int]:
-        """The part of `text` that depends on what message `at` says."""
-        message = messages[at]
-        variant = {k: v for k, v in message.items() if k not in ("reasoning_content", "tool_calls")} | {
-            "content": _MARK
-        }
-        other = self._render([*messages[:at], variant, *messages[at + 1 :]], tools)
-        start = _common_prefix(text, other)
-        end = len(text) - _common_prefix(text[start:][::-1], other[start:][::-1])
-        return start, end
+    def _changed(self, text: str, messages: list[Message], at: int, tools: list[dict] | None) -> tuple[int, int, int]:
+        """The part of `text` that depends on what message `at` says, and where the next message's own words begin.
+
+        Some templates render a tool result by the call before it; then a variant is taken that keeps the call.
+        """
+        regions = self._regions(text, messages, at, tools)
+        if not regions:
+            raise ValueError(
+                f"the chat template accepts no other content for assistant message {at}, so it cannot be found"
+            )
+        following = self._regions(text, messages, at + 1, tools) if at + 1 < len(messages) else []
+        limit = min((start for start, _ in following if start >= regions[0][0]), default=len(text))
+        start, end = next((region for region in regions if region[1] <= limit), regions[-1])
+        return start, min(end, limit), limit
+
+    def _regions(self, text: str, messages: list[Message], at: int, tools: list[dict] | None) -> list[tuple[int, int]]:
+        """What changes in `text` with each variant of message `at` that the template accepts."""
+        regions = []
+        for variant in _variants(messages[at]):
+            try:
+                other = self._render([*messages[:at], variant, *messages[at + 1 :]], tools)
+            except ValueError:
+                continue
+            start = _common_prefix(text, other)
+            regions.append((start, len(text) - _common_prefix(text[start:][::-1], other[start:][::-1])))
+        return regions
+
+    def _turn_end(self, text: str, closing: str, changed_end: int) -> int:
+        """Behind the token that ends the turn: the usual one, else the next special token of whatever kind."""
+        blanks = len(text) - changed_end - len(text[changed_end:].lstrip())
+        if closing and text.startswith(closing, changed_end + blanks):
+            return changed_end + blanks + len(closing)
+        for token in self._special_tokens:
+            at = text.find(token, max(0, changed_end - len(token)))
+            if 0 <= at < changed_end:  # this turn's end differs from the usual one, and so belongs to what changed
+                return at + len(token)
+        ends = [at + len(token) for token in self._special_tokens if (at := text.find(token, changed_end)) >= 0]
+        return min(ends, default=changed_end)
 
     # ---- spans ---------------------------------------------------------------------------------------------------
 
@@ -93,12 +124,11 @@ class LossMaskBuilder:
         for at, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            changed_start, changed_end = self._changed(text, messages, at, tools)
+            changed_start, changed_end, limit = self._changed(text, messages, at, tools)
             start = self._prompt_end(text, messages[:at], tools, changed_start)
             if start is None:
                 start = _after_header(text, header, floor, changed_start)
-            end = text.find(closing, changed_end) if closing else -1
-            end = changed_end if end < 0 else end + len(closing)
+            end = min(self._turn_end(text, closing, changed_end), limit)
             self._check_rendered(text[start:end], message, last=at == len(messages) - 1, at=at)
             floor = end
             if message.get("step_loss_mask", 1):
@@ -151,6 +181,20 @@ class LossMaskBuilder:
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer_ids = self.tokenizer(content, add_special_tokens=False)["input_ids"]
         return MaskedConversation(prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids))
+
+
+def _variants(message: Message) -> list[Message]:
+    """The message saying something else: nothing but a mark, or, where its tool calls must stay, other arguments."""
+    content = [{"type": "text", "text": _MARK}] if isinstance(message.get("content"), list) else _MARK
+    plain = {k: v for k, v in message.items() if k not in ("reasoning_content", "tool_calls")} | {"content": content}
+    if not message.get("tool_calls"):
+        return [plain]
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        function = call.get("function", call)
+        other = {_MARK: _MARK}
+        function["arguments"] = json.dumps(other) if isinstance(function.get("arguments"), str) else other
+    return [plain, {**message, "tool_calls": calls}]
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -36,6 +36,20 @@ OPENED_THINK = (  # the generation prompt opens the reasoning; rendered turns sh
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|A|>{{ m['content'].split('</think>')[-1] }}<|end|>"
     "{% else %}<|U|>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|A|><think>\n{% endif %}"
 )
+MANY_ENDS = (  # a turn ends by what follows it, and a tool result must have a call before it
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{% if not loop.previtem['tool_calls'] %}"
+    "{{ raise_exception('a tool result without a call') }}{% endif %}<|start|>tool<|message|>{{ m['content'] }}<|end|>"
+    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
+    "<|call|>{% else %}{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|end|>' }}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+NO_ENDS = (  # a turn ends where the next one begins: its header is what the model stops on
+    "{% for m in messages %}{% if m['role'] == 'tool' %}<|observation|>\n<tool_response>\n{{ m['content'] }}"
+    "{% else %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% for call in m['tool_calls'] or [] %}<tool_call>"
+    "{{ call['function']['name'] }}{% for k, v in call['function']['arguments'].items() %} {{ k }}: {{ v }}{% endfor %}"
+    " </tool_call>{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 TEMPLATES = {"chatml": CHATML, "default_system": DEFAULT_SYSTEM, "think": THINK_STRIPPING, "headers": HEADERS}
 END = {"chatml": "<|im_end|>", "default_system": "<|im_end|>", "think": "<|im_end|>", "headers": "<|eot|>"}
 
@@ -45,9 +59,8 @@ def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("m")))
-    loaded.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|eot|>", "<|A|>", "<|U|>", "<|end|>", "</s>"]}
-    )
+    tags = "im_start eot A U end start message call return user assistant observation"
+    loaded.add_special_tokens({"additional_special_tokens": [*(f"<|{tag}|>" for tag in tags.split()), "</s>"]})
     return loaded
 
 
@@ -124,6 +137,26 @@ def test_tool_calls_and_tool_results(tokenizer):
     assert runs == [
         "<think>\n\n</think>\n\n<tool_call>\nadd\n</tool_call><|im_end|>",
         "<think>\n\n</think>\n\nfour<|im_end|>",
+    ]
+
+
+def test_turns_that_end_in_different_ways(tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        *chat("hi", "hello", "2+2"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    ]
+    assert trained(tokenizer, MANY_ENDS, messages) == [
+        "<|message|>hello<|end|>",
+        '<|message|>add{"a": 1}<|call|>',
+        "<|message|>four<|return|>",
+    ]
+    assert trained(tokenizer, NO_ENDS, messages) == [
+        "hello<|user|>",
+        "<tool_call>add a: 1 </tool_call><|observation|>",
+        "four",
     ]
 
 
