@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ def _same_axis(rewards: Points, mismatch: Points) -> bool:
     return not mismatch or not rewards or rewards[-1][0] == mismatch[-1][0]
 
 
-def _style() -> dict[str, Any]:
+def _style() -> Any:
     return {
         "font.size": 10,
         "text.color": _INK,
@@ -69,7 +69,7 @@ def _style() -> dict[str, Any]:
     }
 
 
-def _draw_reward_panel(axis: Any, rewards: Points, evals: dict[str, Points], title: str) -> None:
+def _draw_reward_panel(axis: Any, rewards: Points, evals: Mapping[str, Points], title: str) -> None:
     if rewards:
         steps, values = zip(*rewards, strict=True)
         small = len(values) > _MANY
@@ -83,9 +83,9 @@ def _draw_reward_panel(axis: Any, rewards: Points, evals: dict[str, Points], tit
     axis.set_ylabel("mean reward")
     axis.set_title(title, loc="left", fontweight="bold", fontsize=12)
     if len(rewards) > 1:
-        values = [v for _, v in rewards]
-        course = f"reward {_edge_mean(values[:_EDGE]):.2f} to {_edge_mean(values[-_EDGE:]):.2f}"
-        axis.set_title(f"{course} (mean of first and last {min(_EDGE, len(values))} steps)", loc="right", fontsize=9)
+        series = [v for _, v in rewards]
+        course = f"reward {_edge_mean(series[:_EDGE]):.2f} to {_edge_mean(series[-_EDGE:]):.2f}"
+        axis.set_title(f"{course} (mean of first and last {min(_EDGE, len(series))} steps)", loc="right", fontsize=9)
     axis.legend(frameon=False, loc="best", fontsize=9)
     axis.margins(x=0.02, y=0.08)
 

@@ -73,8 +73,8 @@ def compute_eval_metrics(
         data: `{dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}`; a reward that failed is None.
         extra: metrics of the evaluation function; names without a prefix get `eval/`, and they win.
     Returns: `eval/{dataset}` (mean of the rewards that there are; absent if there is none), its `-none_reward_ratio`,
-        `-truncated_ratio` and, with several samples a prompt, `-pass@k`, and `eval/{dataset}/*` of the samples; only `extra` where the custom log function
-        returned True.
+        `-truncated_ratio` and, with several samples a prompt, `-pass@k`, and `eval/{dataset}/*` of the samples; only
+        `extra` where the custom log function returned True.
     """
     added = _prefixed(extra, "eval/")
     hook = load_function(getattr(args, "custom_eval_rollout_log_function_path", None))
@@ -124,7 +124,7 @@ def reward_of(args: Any, sample: Sample, *, eval: bool = False) -> float | None:
     reward = sample.reward
     if isinstance(reward, dict):
         own = getattr(args, "eval_reward_key", None) if eval else None
-        reward = reward.get(own or getattr(args, "reward_key", None))
+        reward = reward.get(own or getattr(args, "reward_key", None) or "")
     return float(reward) if isinstance(reward, bool | int | float) else None
 
 

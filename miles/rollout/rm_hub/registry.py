@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 BOXED = "boxed_"
 
@@ -42,7 +43,7 @@ class RewardType:
         return f"--rm-type {self.name} needs the package {self.package}: {self.install}"
 
 
-_MATH = {"package": "math_verify", "install": "pip install 'miles[tasks]' (or math-verify)"}
+_MATH: Any = {"package": "math_verify", "install": "pip install 'miles[tasks]' (or math-verify)"}
 
 REWARD_TYPES = {
     t.name: t

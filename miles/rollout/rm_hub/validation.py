@@ -70,8 +70,9 @@ def row_problems(args: Any, rows: Iterable[tuple[str, dict[str, Any] | None]]) -
         name = (metadata or {}).get("rm_type") or getattr(args, "rm_type", None) or ""
         places.setdefault(str(name), []).append(where)
     problems = []
-    for name, where in places.items():
-        shown = ", ".join(where[:_LISTED]) + (f" and {len(where) - _LISTED} more" if len(where) > _LISTED else "")
+    for name, of_name in places.items():
+        more = f" and {len(of_name) - _LISTED} more" if len(of_name) > _LISTED else ""
+        shown = ", ".join(of_name[:_LISTED]) + more
         if not name:
             problems.append(f"{shown}: no reward; set --rm-type, --custom-rm-path, or metadata['rm_type'] in the row")
         else:

@@ -34,11 +34,11 @@ class WandbSink(Sink):
             import wandb
         except ImportError:
             raise SinkError("--use-wandb needs the package wandb: pip install 'miles[tracking]'") from None
-        mode = getattr(args, "wandb_mode", None) or os.environ.get("WANDB_MODE") or "online"
+        mode: Any = getattr(args, "wandb_mode", None) or os.environ.get("WANDB_MODE") or "online"
         try:
             if mode == "online" and getattr(args, "wandb_key", None):
                 wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None), verify=True)
-            settings = {"init_timeout": _INIT_TIMEOUT_S, "console": "off", "silent": True}
+            settings: Any = {"init_timeout": _INIT_TIMEOUT_S, "console": "off", "silent": True}
             if getattr(args, "wandb_host", None):
                 settings["base_url"] = args.wandb_host
             self.run = wandb.init(
