@@ -13,7 +13,9 @@ from tests.helpers.tiny_models import make_tiny_model
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.add_marker(pytest.mark.e2e)
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
