@@ -13,7 +13,7 @@ from typing import Any
 from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput
 from miles.rollout.compat import call
 from miles.rollout.generate_hub.engine_call import GenerationError, decode_response, sample_tokens, token_budget
-from miles.rollout.generate_utils.chat_delta import turn_delta
+from miles.rollout.generate_utils.chat_delta import tool_messages, turn_delta
 from miles.rollout.generate_utils.tool_calls import ToolCall, tool_call_parser
 from miles.rollout.prompts import chat_template_kwargs, encode_prompt
 from miles.utils.imports import load_function
@@ -56,9 +56,9 @@ async def _run_tools(input: GenerateFnInput, sampled: list[int], calls: list[Too
     sample, started = input.sample, time.monotonic()
     answers = await asyncio.gather(*(_answer(input.args, one) for one in calls))
     sample.non_generation_time += time.monotonic() - started
-    messages = [{"role": "tool", "content": text, "name": c.name} for c, text in zip(calls, answers, strict=True)]
+    said, results = tool_messages(calls, answers)
     kwargs = chat_template_kwargs(input.args)
-    delta = turn_delta(input.state.tokenizer, sampled, messages, tools=specs, kwargs=kwargs)
+    delta = turn_delta(input.state.tokenizer, sampled, said, results, tools=specs, kwargs=kwargs)
     if len(delta) >= token_budget(input):
         sample.status = SampleStatus.TRUNCATED
         return False

@@ -8,12 +8,18 @@ from miles.rollout.base_types import GenerateFnInput
 from miles.rollout.generate_hub.engine_call import GenerationError
 from miles.rollout.generate_hub.multi_turn import generate
 from miles.rollout.generate_state import GenerateState
-from miles.rollout.generate_utils.chat_delta import turn_delta
-from miles.rollout.generate_utils.tool_calls import parse_hermes, parse_llama3, parse_mistral, tool_call_parser
+from miles.rollout.generate_utils.chat_delta import tool_messages, turn_delta
+from miles.rollout.generate_utils.tool_calls import (
+    ToolCall,
+    parse_hermes,
+    parse_llama3,
+    parse_mistral,
+    tool_call_parser,
+)
 from miles.rollout.prompts import load_tokenizer
 from miles.utils.imports import register_function
 from miles.utils.types import Sample, SampleStatus
-from tests.fast.rollout.fakes import answer, make_args
+from tests.fast.rollout.fakes import answer, make_args, write_tokenizer
 
 
 class Script:
@@ -122,12 +128,42 @@ async def test_a_tool_that_raises_fails_the_sample(model_dir):
 def test_an_end_of_turn_that_was_not_sampled_is_written_once(model_dir):
     tokenizer = load_tokenizer(make_args(model_dir))
     end = tokenizer.eos_token_id
-    messages = [{"role": "tool", "content": "4"}]
-    said = tokenizer("hi")["input_ids"]
-    with_end = turn_delta(tokenizer, [*said, end], messages)
-    without = turn_delta(tokenizer, said, messages)
+    said, results = tool_messages([ToolCall("add", {"a": 1})], ["4"])
+    ids = tokenizer("hi")["input_ids"]
+    with_end = turn_delta(tokenizer, [*ids, end], said, results)
+    without = turn_delta(tokenizer, ids, said, results)
     assert without == [end, *with_end]
     assert tokenizer.decode(with_end) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["CHATML", "THINK_STRIPPING", "MANY_ENDS", "NO_ENDS"])
+def test_the_next_prompt_is_what_the_template_would_write(tmp_path, name):
+    """Sampled turn plus delta equals the conversation rendered as a whole, for templates that end turns differently."""
+    import tests.fast.rollout.test_loss_masks as templates
+    from miles.rollout.chat_turns import ChatTurns
+
+    tokenizer = load_tokenizer(make_args(write_tokenizer(tmp_path)))
+    tags = "im_start eot start end message call return user assistant observation"
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{tag}|>" for tag in tags.split()]})
+    tokenizer.chat_template = getattr(templates, name)
+    said, results = tool_messages([ToolCall("add", {"a": 1})], ["the answer is 4"])
+    conversation = [{"role": "user", "content": "1+3?"}, said, *results]
+    whole, turns = ChatTurns(tokenizer).find(conversation, generation_prompt=True)
+    prompt, sampled = (
+        tokenizer(t)["input_ids"] for t in (whole[: turns[0].start], whole[turns[0].start : turns[0].end])
+    )
+    assert tokenizer.decode(prompt) == ChatTurns(tokenizer).render(conversation[:1], None, generation_prompt=True)
+    assert tokenizer.decode(prompt + sampled + turn_delta(tokenizer, sampled, said, results)) == whole
+
+
+def test_a_template_that_leaves_tool_results_out_is_refused(model_dir):
+    tokenizer = load_tokenizer(make_args(model_dir))
+    tokenizer.chat_template = (
+        "{% for m in messages if m['role'] != 'tool' %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    )
+    said, results = tool_messages([ToolCall("add", {})], ["42"])
+    with pytest.raises(ValueError, match="does not render the message '42'"):
+        turn_delta(tokenizer, [1], said, results)
 
 
 def test_its_flags_are_flags_of_the_command_line():
