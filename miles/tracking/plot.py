@@ -1,4 +1,4 @@
-"""`reward.png`: reward and evaluations over steps, and how far trainer and engine disagree."""
+"""`reward.png`: reward and evaluations over steps, and how far trainer and engine disagree; the loss where nothing else is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _MANY = 60  # above so many steps the single ones are drawn small
 
 
 def draw_rewards(history: History, path: Path, title: str) -> Path | None:
-    """Draw the run. Returns: `path`, or None where there is neither a reward nor an evaluation."""
-    rewards, evals = history.series("rollout/raw_reward"), history.evals()
+    """Draw the run. Returns: `path`, or None where there is neither a reward, nor an evaluation, nor a loss."""
+    rewards, evals = history.rewards(), history.evals()
     mismatch = history.series("train/train_rollout_logprob_abs_diff")
-    if not rewards and not evals:
+    loss = [] if rewards or evals else history.series("train/loss")
+    if not (rewards or evals or loss):
         return None
     import matplotlib
 
@@ -40,10 +41,12 @@ def draw_rewards(history: History, path: Path, title: str) -> Path | None:
             squeeze=False,
             layout="constrained",
         )
-        _draw_reward_panel(axes[0, 0], rewards, evals, title)
+        _draw_steps(axes[0, 0], rewards or loss, "loss" if loss else "reward", title)
+        _draw_evals(axes[0, 0], evals)
+        axes[0, 0].legend(frameon=False, loc="best", fontsize=9)
         if mismatch:
             _draw_mismatch_panel(axes[1, 0], mismatch)
-        axes[-1, 0].set_xlabel("step" if _same_axis(rewards, mismatch) else "optimizer step")
+        axes[-1, 0].set_xlabel("optimizer step" if loss or not _same_axis(rewards, mismatch) else "step")
         figure.savefig(path, dpi=150)
         plt.close(figure)
     return path
@@ -69,25 +72,25 @@ def _style() -> Any:
     }
 
 
-def _draw_reward_panel(axis: Any, rewards: Points, evals: Mapping[str, Points], title: str) -> None:
-    if rewards:
-        steps, values = zip(*rewards, strict=True)
+def _draw_steps(axis: Any, points: Points, what: str, title: str) -> None:
+    axis.set_title(title, loc="left", fontweight="bold", fontsize=12)
+    axis.set_ylabel(f"mean {what}")
+    if points:
+        steps, values = zip(*points, strict=True)
         small = len(values) > _MANY
         axis.plot(
-            steps, values, "o", color=_REWARD, alpha=0.35, ms=2.5 if small else 4, mew=0, label="reward, each step"
+            steps, values, "o", color=_REWARD, alpha=0.35, ms=2.5 if small else 4, mew=0, label=f"{what}, each step"
         )
-        axis.plot(steps, running_mean(values), color=_REWARD, lw=2.2, label="reward, running mean")
+        axis.plot(steps, running_mean(values), color=_REWARD, lw=2.2, label=f"{what}, running mean")
+        course = f"{what} {_edge_mean(values[:_EDGE]):.2f} to {_edge_mean(values[-_EDGE:]):.2f}"
+        axis.set_title(f"{course} (mean of first and last {min(_EDGE, len(values))} steps)", loc="right", fontsize=9)
+    axis.margins(x=0.02, y=0.08)
+
+
+def _draw_evals(axis: Any, evals: Mapping[str, Points]) -> None:
     for (name, points), colour in zip(evals.items(), _EVALS * len(evals), strict=False):
         steps, values = zip(*points, strict=True)
         axis.plot(steps, values, "D--", color=colour, lw=1.1, ms=6, mec="white", mew=0.8, label=f"evaluation: {name}")
-    axis.set_ylabel("mean reward")
-    axis.set_title(title, loc="left", fontweight="bold", fontsize=12)
-    if len(rewards) > 1:
-        series = [v for _, v in rewards]
-        course = f"reward {_edge_mean(series[:_EDGE]):.2f} to {_edge_mean(series[-_EDGE:]):.2f}"
-        axis.set_title(f"{course} (mean of first and last {min(_EDGE, len(series))} steps)", loc="right", fontsize=9)
-    axis.legend(frameon=False, loc="best", fontsize=9)
-    axis.margins(x=0.02, y=0.08)
 
 
 def _draw_mismatch_panel(axis: Any, points: Points) -> None:

@@ -51,7 +51,8 @@ def compute_rollout_metrics(
     metrics: Metrics = {}
     metrics |= _under("rollout/", sample_metrics(args, samples))
     metrics |= reward_metrics(args, samples)
-    metrics |= version_metrics(samples, current_version)
+    if getattr(args, "loss_type", None) != "sft_loss":  # text from a data set was sampled by no version of the policy
+        metrics |= version_metrics(samples, current_version)
     if getattr(args, "log_passrate", False):
         metrics |= passrate_metrics(args, samples)
     if getattr(args, "log_multi_turn", False):

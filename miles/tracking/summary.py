@@ -55,6 +55,12 @@ class History:
                 return sorted(by_name[name].items())
         return []
 
+    def rewards(self) -> list[tuple[int, float]]:
+        """Mean reward of every step; empty for supervised training, whose samples all carry reward 0."""
+        points = self.series("rollout/raw_reward")
+        supervised = self.series("train/loss") and not self.series("train/pg_loss")
+        return [] if supervised and not any(value for _, value in points) else points
+
     def evals(self) -> dict[str, list[tuple[int, float]]]:
         """Mean reward of every evaluated data set."""
         names = [name for name in self.values.get(EVAL, {}) if name.startswith("eval/") and is_eval_score(name)]
@@ -84,9 +90,11 @@ def summary_table(history: History, title: str) -> Table:
     table.add_column(f"last {_EDGE}", justify="right")
     table.add_column("best", justify="right")
     table.add_column("course", no_wrap=True)
-    _add_series(table, "reward", history.series("rollout/raw_reward"), best=max)
+    _add_series(table, "reward", history.rewards(), best=max)
     for name, points in history.evals().items():
         _add_series(table, f"eval {name}", points, best=max, edge=1)
+    if not history.rewards():
+        _add_series(table, "loss", history.series("train/loss"), best=min)
     _add_series(table, "response length", history.series("rollout/response_len/mean"))
     _add_series(table, "truncated", history.series("rollout/truncated_ratio"), best=min)
     _add_series(table, "|Δ log-prob|", history.series("train/train_rollout_logprob_abs_diff"), best=min)

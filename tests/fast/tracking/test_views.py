@@ -169,9 +169,28 @@ def test_a_folder_without_a_record_is_an_error_that_says_so(tmp_path, capsys):
     assert main([]) == 2 and "usage" in capsys.readouterr().err
 
 
-def test_a_run_without_rewards_has_a_table_and_no_plot(args):
+def test_supervised_training_is_told_by_its_loss_and_not_by_its_rewards_of_0(args):
     tracker = Tracker(args)
-    tracker.log({"train/loss": 1.0}, step_key="train/step", step=0)
+    for step in range(3):
+        tracker.log({"rollout/raw_reward": 0.0}, step_key="rollout/step", step=step)
+        tracker.log({"train/loss": 3.0 - step}, step_key="train/step", step=step)
+    tracker.close()
+    console = Console(file=io.StringIO())
+    assert summarize(args.run_dir, console).exists()
+    assert "│ loss" in console.file.getvalue() and "│ reward" not in console.file.getvalue()
+
+
+def test_a_policy_that_earns_nothing_still_has_its_reward_shown(args):
+    tracker = Tracker(args)
+    tracker.log({"rollout/raw_reward": 0.0}, step_key="rollout/step", step=0)
+    tracker.log({"train/loss": 0.0, "train/pg_loss": 0.0}, step_key="train/step", step=0)
+    tracker.close()
+    assert History.read(args.run_dir).rewards() == [(0, 0.0)]
+
+
+def test_a_run_without_anything_to_draw_has_a_table_and_no_plot(args):
+    tracker = Tracker(args)
+    tracker.log({"train/grad_norm": 1.0}, step_key="train/step", step=0)
     tracker.close()
     assert summarize(args.run_dir, Console(file=io.StringIO())) is None
     assert not Path(args.run_dir, "reward.png").exists()
