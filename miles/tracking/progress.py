@@ -34,6 +34,7 @@ class Progress:
         self.file = file or sys.stdout
         self.console = Console(file=self.file)
         self.rewards: list[float] = []
+        self.losses: list[float] = []
         self.view: StepView | None = None
         self.evals: dict[str, float] = {}
         self.first = self.end = 0
@@ -67,6 +68,8 @@ class Progress:
         self._published = metrics.get("rollout/weight_version/published", self._published)
         if view.reward is not None:
             self.rewards.append(view.reward)
+        if view.loss is not None:
+            self.losses.append(view.loss)
         self.evals |= view.evals
         if self._live is None:
             self._print(plain_line(view, self.end))
@@ -108,10 +111,9 @@ class Progress:
         return title + (f", about {clock(passed / done * left)} left" if done and left else "")
 
     def _add_numbers(self, rows: Table, view: StepView) -> None:
-        if view.reward is not None:
-            rows.add_row(
-                "reward", Text.assemble((f"{view.reward:.3f}", "bold"), "  ", (sparkline(self.rewards), "cyan"))
-            )
+        for name, value, past in (("reward", view.reward, self.rewards), ("loss", view.loss, self.losses)):
+            if value is not None:
+                rows.add_row(name, Text.assemble((f"{value:.3f}", "bold"), "  ", (sparkline(past), "cyan")))
         if self.evals:
             rows.add_row("eval", "   ".join(f"{name} [bold]{score:.3f}[/bold]" for name, score in self.evals.items()))
         speed = [] if view.tokens_per_s is None else [f"{number(view.tokens_per_s)} tokens/s"]

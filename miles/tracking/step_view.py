@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,7 @@ class StepView:
 
     rollout_id: int
     reward: float | None = None
+    loss: float | None = None  # of supervised training, which has no rewards
     length: float | None = None
     truncated: float | None = None
     tokens_per_s: float | None = None
@@ -50,9 +53,11 @@ class StepView:
         """
         get = lambda *names: next((_float(metrics[n]) for n in names if n in metrics), None)  # noqa: E731
         rate = get("perf/tokens_per_gpu_per_sec")
+        supervised = "train/loss" in metrics and "train/pg_loss" not in metrics and not get("rollout/raw_reward")
         return cls(
             rollout_id,
-            reward=get("rollout/raw_reward"),
+            reward=None if supervised else get("rollout/raw_reward"),
+            loss=get("train/loss") if supervised else None,
             length=get("rollout/response_len/mean", "rollout/response_lengths"),
             truncated=get("rollout/truncated_ratio"),
             tokens_per_s=None if rate is None else rate * engines,
@@ -105,12 +110,21 @@ def _shares(get: Any) -> dict[str, float]:
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """The last `width` values as blocks of eight heights."""
-    values = [v for v in values[-width:] if v == v]
+    values = [v for v in values[-width:] if math.isfinite(v)]
     if not values:
         return ""
     low, high = min(values), max(values)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((v - low) * scale)] for v in values)
+
+
+def course(values: Sequence[float], width: int = 24) -> str:
+    """All values as at most `width` blocks, each the mean of its part."""
+    values = [v for v in values if math.isfinite(v)]
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    return sparkline(values, width)
 
 
 def number(value: float) -> str:
@@ -135,6 +149,8 @@ def plain_line(view: StepView, end: int) -> str:
     parts = [f"step {view.rollout_id + 1:>{width}}/{end}"]
     if view.reward is not None:
         parts.append(f"reward {view.reward:6.3f}")
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4f}")
     if view.length is not None:
         parts.append(f"length {view.length:5.1f}")
     if view.truncated:

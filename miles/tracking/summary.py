@@ -17,7 +17,7 @@ from rich.table import Table
 
 from miles.tracking.sinks.jsonl import FILE_NAME, read_rows
 from miles.tracking.statistics import mean
-from miles.tracking.step_view import PHASES, is_eval_score, number, sparkline
+from miles.tracking.step_view import PHASES, course, is_eval_score, number
 from miles.tracking.steps import EVAL, ROLLOUT
 
 _EDGE = 5  # steps at each end that the table averages over
@@ -124,7 +124,7 @@ def _add_series(
         number(mean(values[:edge])),
         number(mean(values[-edge:])),
         number(best(finite)) if best and finite else "",
-        sparkline(values, width=24),
+        course(values),
     )
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from miles.tracking.plot import running_mean
 from miles.tracking.progress import Progress
-from miles.tracking.step_view import StepView, clock, is_eval_score, number, sparkline
+from miles.tracking.step_view import StepView, clock, course, is_eval_score, number, sparkline
 from miles.tracking.summary import History, main, summarize
 from miles.tracking.tracker import Tracker
 
@@ -80,7 +80,18 @@ def test_steps_without_a_trainer_or_a_reward_still_have_their_line(args):
     progress = Progress(args, file=out)
     progress.begin(0, 1)
     progress.step(0, {"train/loss": math.nan, "perf/step_time": 1.0})
-    assert out.getvalue().startswith("step 1/1 |   1.00 s")
+    progress.step(0, {"rollout/response_len/mean": 3.0})
+    assert out.getvalue().splitlines() == [
+        "step 1/1 | loss nan |   1.00 s (generate 0%, train 0%, update 0%, other 100%)",
+        "step 1/1 | length   3.0",
+    ]
+
+
+def test_supervised_steps_show_their_loss(args):
+    view = StepView.of(0, {"rollout/raw_reward": 0.0, "train/loss": 2.5})
+    assert (view.reward, view.loss) == (None, 2.5)
+    view = StepView.of(0, {"rollout/raw_reward": 0.0, "train/loss": 2.5, "train/pg_loss": 2.5})
+    assert (view.reward, view.loss) == (0.0, None)
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(args):
@@ -210,6 +221,7 @@ def test_a_run_of_rewards_that_are_not_numbers_is_drawn_too(args):
 def test_small_formats():
     assert sparkline([0, 1, 2, 3]) == "▁▃▆█" and sparkline([1, 1]) == "▁▁" and sparkline([]) == ""
     assert sparkline([math.nan, 1.0, 2.0]) == "▁█" and len(sparkline(range(100), width=10)) == 10
+    assert course([0, 2, 4, 6], width=2) == "▁█" and course([1.0, 2.0]) == "▁█"
     assert [number(v) for v in (0, 0.5, 12345.6, 2.5e-7, math.nan)] == ["0", "0.5", "12,346", "2.5e-07", "NaN"]
     assert [clock(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
 
