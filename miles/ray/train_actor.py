@@ -93,11 +93,9 @@ class TrainActor:
         return TrainerInfo(start, self.backend.parallel, self.backend.dp_rank, self._driver_state(start))
 
     def _driver_state(self, start: int) -> dict[str, Any] | None:
-        from miles.backends.training_utils.checkpoint import CheckpointStore
+        from miles.backends.training_utils.checkpoint import read_resume_state
 
-        if start == 0 or not self.args.load:
-            return None
-        return CheckpointStore(self.args.load).read_driver_state(start - 1)
+        return None if start == 0 else read_resume_state(self.args.load, self.args.ckpt_step)
 
     def train(self, shards: list[Any]) -> list[dict[str, float]]:
         """Train on this rank's shard of a rollout batch. Returns metrics, one dict an optimizer step."""

@@ -19,6 +19,7 @@ from miles.backends.fsdp_utils.scorer import logits_of_micro_batch, score_micro_
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
 from miles.backends.training_utils.advantages import compute_advantages
 from miles.backends.training_utils.backend import StepPlan, TrainShard
+from miles.backends.training_utils.batching.flops import ModelDims
 from miles.backends.training_utils.columns import MicroBatch, check_columns
 from miles.backends.training_utils.finite import check_step_is_finite
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
@@ -33,6 +34,7 @@ from miles.backends.training_utils.objective import (
 )
 from miles.backends.training_utils.rollout_metrics import rollout_data_metrics
 from miles.backends.training_utils.scoring import ScoringPlan, plan_scoring
+from miles.backends.training_utils.throughput import batch_flops, peak_tflops, throughput_metrics
 from miles.utils.imports import load_function
 
 # (shard, tag, with_entropy=...) -> log-probs and entropies, one tensor a sample.
@@ -55,6 +57,9 @@ class StepRunner:
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.shard_group = mesh.get_group("dp")
         self.postprocess = load_function(getattr(args, "rollout_data_postprocess_path", None))
+        self.dims = model_dims(args.hf_checkpoint)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        self.peak_tflops = peak_tflops(args, name)
         self.times: dict[str, float] = {}
         self.trained_log_probs: dict[int, torch.Tensor] = {}  # of the training pass, where they are the old ones too
         # fp16 gradients of small losses underflow: they are computed from a larger loss, and divided again.
@@ -197,12 +202,24 @@ class StepRunner:
             self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - started
 
     def _add_times(self, shard: TrainShard, metrics: StepMetrics) -> None:
-        """Times are the slowest rank's; the token rate counts all ranks' tokens."""
+        """Times are the slowest rank's; the token rate counts all ranks' tokens, FLOP/s are the mean of ranks."""
         for name, seconds in self.times.items():
             metrics.add_max(f"perf/{name}_time", seconds)
-        tokens = float(sum(int(n) for n in shard.columns["total_lengths"]))
+        totals = [int(n) for n in shard.columns["total_lengths"]]
         # Ranks train in step, so each one's share of the time is the same: rates add up.
-        metrics.add("perf/actor_train_tok_per_s", tokens / max(self.times["actor_train"], 1e-9))
+        metrics.add("perf/actor_train_tok_per_s", sum(totals) / max(self.times["actor_train"], 1e-9))
+        if self.dims is not None:
+            flops = batch_flops(self.dims, totals, [int(n) for n in shard.columns["response_lengths"]])
+            for name, value in throughput_metrics(flops, self.times, self.peak_tflops).items():
+                metrics.add_ratio(name, value, 1)
+
+
+def model_dims(directory: str | Path) -> ModelDims | None:
+    """Sizes for FLOP counts; None for architectures whose config has other names for them."""
+    try:
+        return ModelDims.from_hf_directory(directory)
+    except ValueError:
+        return None
 
 
 def has_dropout(loaded: LoadedPolicy) -> bool:

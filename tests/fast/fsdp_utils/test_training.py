@@ -85,6 +85,8 @@ def test_times_are_reported_for_each_part_and_are_the_same_on_every_rank(world, 
     one, other = world.run(times_of, args, make_batch())
     parts = {"data_preprocess", "log_probs", "ref_log_probs", "actor_train"}
     assert {f"perf/{part}_time" for part in parts} <= one.keys()
+    assert {f"perf/{part}_tflops" for part in parts - {"data_preprocess"}} <= one.keys()
+    assert "perf/actor_train_mfu" not in one  # nobody knows the peak of this CPU
     assert one["perf/actor_train_tok_per_s"] > 0 and one == other
 
 
