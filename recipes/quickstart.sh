@@ -17,7 +17,7 @@ python="${MILES_SCRIPT_PYTHON:-python}"
 assets="${MILES_SCRIPT_ASSETS:-build/quickstart}"
 seed="${MILES_SCRIPT_SEED:-0}"
 run="${MILES_SCRIPT_RUN_NAME:-quickstart-$(date +%Y%m%d-%H%M%S)}"
-sft_rollouts=180 # 11520 demonstrations, once
+sft_rollouts=150 # 9600 demonstrations, once
 warm_start="$assets/warm-start/$((sft_rollouts - 1))"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
@@ -50,7 +50,7 @@ SFT_ARGS=(
     --use-dynamic-batch-size
     --max-tokens-per-gpu 4096
     --lr 2e-3
-    --lr-warmup-iters 18
+    --lr-warmup-iters 15
     --lr-decay-style constant
     --adam-beta2 0.95
     --weight-decay 0
@@ -60,6 +60,8 @@ SFT_ARGS=(
 ROLLOUT_ARGS=(
     --rollout-engine embedded
     --rollout-num-gpus 1
+    --embedded-max-running-requests 256
+    --embedded-num-threads 2
     --prompt-data "$assets/train.jsonl"
     --input-key input
     --label-key label
@@ -70,7 +72,7 @@ ROLLOUT_ARGS=(
     --rollout-batch-size 32
     --n-samples-per-prompt 8
     --rollout-temperature 1
-    --rollout-max-response-len 16
+    --rollout-max-response-len 12
     --rollout-seed "$seed"
 )
 

@@ -30,7 +30,7 @@ from typing import Any
 from make_tasks import rl_row, user, write_jsonl
 
 TASK = "spell_backward"
-TASK_CONFIG = {"min_word_len": 3, "max_word_len": 6}
+TASK_CONFIG = {"min_word_len": 3, "max_word_len": 5}
 ECHO_SHARE = 0.7  # of the demonstrations
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/quickstart"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-rows", type=int, default=11520)
+    parser.add_argument("--sft-rows", type=int, default=9600)
     parser.add_argument("--train-rows", type=int, default=4096)
     parser.add_argument("--eval-rows", type=int, default=128)
     args = parser.parse_args(argv)
