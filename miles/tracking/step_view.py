@@ -10,11 +10,11 @@ from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
-# Where a step's time goes: label, the driver's timer (the first that is there), colour.
+# Where a step's time goes: label, the driver's timer, colour.
 PHASES = (
-    ("generate", ("perf/rollout_wait_time", "perf/rollout_time"), "cyan"),
-    ("train", ("perf/train_time",), "magenta"),
-    ("update", ("perf/update_weights_time",), "green"),
+    ("generate", "perf/rollout_time", "cyan"),
+    ("train", "perf/train_time", "magenta"),
+    ("update", "perf/update_weights_time", "green"),
 )
 OTHER = ("other", "bright_black")
 
@@ -103,7 +103,7 @@ def _shares(get: Any) -> dict[str, float]:
     total = get("perf/step_time")
     if not total:
         return {}
-    shares = {label: min(1.0, (get(*timers) or 0.0) / total) for label, timers, _ in PHASES}
+    shares = {label: min(1.0, (get(timer) or 0.0) / total) for label, timer, _ in PHASES}
     shares[OTHER[0]] = max(0.0, 1.0 - sum(shares.values()))
     return shares
 

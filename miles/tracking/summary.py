@@ -133,8 +133,8 @@ def _where_time_went(history: History, total: float) -> str:
         return ""
     rollout = history.values.get(ROLLOUT, {})
     parts, rest = [], total
-    for label, timers, _ in PHASES:
-        spent = next((sum(rollout[t].values()) for t in timers if t in rollout), 0.0)
+    for label, timer, _ in PHASES:
+        spent = sum(rollout.get(timer, {}).values())
         rest -= spent
         parts.append(f"{label} {spent / total:.0%}")
     return ", ".join([*parts, f"other {max(rest, 0.0) / total:.0%}"])
