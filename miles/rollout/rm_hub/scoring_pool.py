@@ -145,8 +145,8 @@ class _Worker:
 
     def run(self, task: _Task, closing: threading.Event) -> Any:
         """Value of the task. After ScoringTimeout, ScoringCrash or PoolClosed the worker is not usable any more."""
-        self.connection.send((task.path, task.arguments))
         try:
+            self.connection.send((task.path, task.arguments))
             kind, *content = self._receive(_START_TIMEOUT_S, closing, "starting")
             if kind == "started":
                 kind, *content = self._receive(task.timeout_s, closing, "scoring")

@@ -6,6 +6,7 @@ function is imported and about to run, then ("done", value) or ("failed", except
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -23,6 +24,12 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(0)
+
+
+def die_first_when_memory_runs_out() -> None:
+    """A verifier may build a number that fills the memory: then this process has to go, and not an engine or a trainer."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
 
 
 def run(connection: Connection) -> None:
@@ -57,6 +64,7 @@ def _portable(error: Exception) -> Exception:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
+    die_first_when_memory_runs_out()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the pool's owner ends its workers
     connection = Connection(int(sys.argv[1]))
     with open(os.devnull, "w") as quiet:
