@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any
 
 from miles.rollout.compat import GenerateFn, load_generate_function
-from miles.rollout.prompts import load_tokenizer, model_config, model_context_length
+from miles.rollout.prompts import encode_prompt, load_tokenizer, model_config, model_context_lengthfrom miles.utils.types import Sample
 
 DEFAULT_GENERATE_PATH = "miles.rollout.generate_hub.single_turn.generate"
 
@@ -68,6 +69,16 @@ class GenerateState:
         if path not in self._overrides:
             self._overrides[path] = load_generate_function(path)
         return self._overrides[path]
+
+    def prompt_ids(self, sample: Sample, tools: list[dict] | None = None) -> list[int]:
+        """Token ids of a sample's prompt, a list of the caller's own; the samples of a group are encoded once."""
+        if isinstance(sample.prompt, str):
+            return list(self._text_ids(sample.prompt))
+        return encode_prompt(self.args, self.tokenizer, sample.prompt, tools or sample.metadata.get("tools"))
+
+    @cached_property
+    def _text_ids(self) -> Callable[[str], tuple[int, ...]]:
+        return lru_cache(maxsize=1024)(lambda text: tuple(encode_prompt(self.args, self.tokenizer, text)))
 
     @cached_property
     def route_shape(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from miles.rollout.compat import call
 from miles.rollout.generate_hub.engine_call import GenerationError, decode_response, sample_tokens, token_budget
 from miles.rollout.generate_utils.chat_delta import tool_messages, turn_delta
 from miles.rollout.generate_utils.tool_calls import ToolCall, tool_call_parser
-from miles.rollout.prompts import chat_template_kwargs, encode_prompt
+from miles.rollout.prompts import chat_template_kwargs
 from miles.utils.imports import load_function
 from miles.utils.types import SampleStatus
 
@@ -32,7 +32,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     parse = tool_call_parser(args.generate_tool_call_parser or "qwen25")
     specs = sample.metadata.get("tools") or load_function(args.generate_tool_specs_path)
     if not sample.tokens:
-        sample.tokens = encode_prompt(args, input.state.tokenizer, sample.prompt, specs)
+        sample.tokens = input.state.prompt_ids(sample, specs)
     for turn in range(args.generate_max_turns):
         begun = len(sample.tokens)
         await sample_tokens(input)

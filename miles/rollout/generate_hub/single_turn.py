@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput
 from miles.rollout.generate_hub.engine_call import sample_tokens
-from miles.rollout.prompts import encode_prompt
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:
@@ -14,6 +13,6 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     """
     sample = input.sample
     if not sample.tokens:
-        sample.tokens = encode_prompt(input.args, input.state.tokenizer, sample.prompt, sample.metadata.get("tools"))
+        sample.tokens = input.state.prompt_ids(sample)
     await sample_tokens(input)
     return GenerateFnOutput(samples=sample)
