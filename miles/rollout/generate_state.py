@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from miles.rollout.compat import GenerateFn, load_generate_function
-from miles.rollout.prompts import encode_prompt, load_tokenizer, model_config, model_context_lengthfrom miles.utils.types import Sample
+from miles.rollout.prompts import encode_prompt, load_tokenizer, model_config, model_context_length
+from miles.utils.types import Sample
 
 DEFAULT_GENERATE_PATH = "miles.rollout.generate_hub.single_turn.generate"
 
