@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from miles.backends.fsdp_utils.model_dir import ModelDirError, checkpoint_tensor_names
-from miles.backends.fsdp_utils.packed_attention import PACKED, register_packed_attention, why_not_packed
+from miles.backends.fsdp_utils.packed_attention import choose_attention, register_packed_attention
 from miles.backends.fsdp_utils.policy_model import PolicyModel
 
 logger = logging.getLogger(__name__)
@@ -90,11 +90,14 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
         hf = transformers.AutoModelForCausalLM.from_config(
             config, dtype=options.stored_dtype, trust_remote_code=options.trust_remote_code
         )
-    packed, attention, kwargs = _choose_attention(hf, options)
-    hf.set_attn_implementation(attention)
+    attention = choose_attention(hf, options.attn_implementation, pack=options.packed)
+    if attention.reason is not None:
+        layout = "packed" if attention.packed else "padded"
+        logger.warning("%s: %s attention, %s rows", attention.reason, attention.implementation, layout)
+    hf.set_attn_implementation(attention.implementation)
     if options.gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = PolicyModel(hf, attention_kwargs=kwargs)
+    policy = PolicyModel(hf, borders=attention.borders)
     num_params = sum(p.numel() for p in hf.parameters())
     gathered = options.stays_gathered(num_params)
     single = gathered and num_params * options.stored_dtype.itemsize <= options.single_group_bytes
@@ -102,7 +105,7 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
     dtypes = _fill(policy, source, options.stored_dtype)
     policy.find_out_head(options.device)
     reshard(policy)
-    return LoadedPolicy(policy, config, packed, gathered, dtypes)
+    return LoadedPolicy(policy, config, attention.packed, gathered, dtypes)
 
 
 def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module | None, str | None]:
@@ -137,22 +140,6 @@ def _raise_everywhere(error: str | None) -> None:
         raise ModelDirError(box[0])
 
 
-def _choose_attention(hf: nn.Module, options: ShardingOptions) -> tuple[bool, str, str]:
-    """(whether rows are packed, transformers' attention name, how borders are passed)."""
-    wanted = options.attn_implementation
-    if not options.packed:
-        return False, wanted, "none"
-    if wanted == "eager":
-        return True, wanted, "none"  # transformers builds a block-diagonal mask from the position ids
-    if wanted.startswith("flash_attention"):
-        return True, wanted, "flash"
-    reason = why_not_packed(type(hf), hf.config)
-    if reason is not None:
-        logger.warning("%s: micro-batches are padded instead of packed", reason)
-        return False, wanted, "none"
-    return True, PACKED, "packed"
-
-
 def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, *, single: bool, gathered: bool) -> None:
     """Replace meta tensors by empty ones and shard them: as a `single` group, or layer by layer."""
     mixed = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
@@ -169,6 +156,8 @@ def _materialise_and_shard(policy: PolicyModel, options: ShardingOptions, *, sin
         layer_classes = set(policy.hf._no_split_modules or [])
         tied = bool(getattr(policy.hf.config, "tie_word_embeddings", False))
         for module in list(policy.hf.modules()):
+            if module in sharded:
+                continue  # some architectures list both a block and what is inside it
             if type(module).__name__ in layer_classes or (isinstance(module, nn.Embedding) and not tied):
                 module.to_empty(device=home)
                 fully_shard(module, **shard)

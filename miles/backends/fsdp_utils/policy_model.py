@@ -34,10 +34,10 @@ class ModelInputs:
 class PolicyModel(nn.Module):
     """`forward(inputs, head_function)` returns what `head_function` makes of the scored rows."""
 
-    def __init__(self, hf: Any, *, attention_kwargs: str) -> None:
+    def __init__(self, hf: Any, *, borders: str) -> None:
         super().__init__()
         self.hf: Any = hf  # a transformers PreTrainedModel
-        self.attention_kwargs = attention_kwargs  # packed | flash | none: how sequence borders reach attention
+        self.borders = borders  # packed | flash | none: how sequence borders reach attention
         self.plain_head = True  # logits are `head(hidden)` and nothing more
 
     @property
@@ -45,9 +45,9 @@ class PolicyModel(nn.Module):
         return self.hf.get_output_embeddings()
 
     def _borders(self, lengths: list[int] | None, device: torch.device) -> dict[str, Any]:
-        if lengths is None or self.attention_kwargs == "none":
+        if lengths is None or self.borders == "none":
             return {}
-        if self.attention_kwargs == "packed":
+        if self.borders == "packed":
             return {"packed_lengths": lengths}
         ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         longest = max(lengths)
@@ -71,6 +71,9 @@ class PolicyModel(nn.Module):
         def logits_of(hidden: torch.Tensor | None, head: nn.Module, logits: torch.Tensor | None) -> torch.Tensor:
             return (head(hidden) if logits is None else logits).float()
 
+        if self.hf.base_model is self.hf:  # no backbone to call without the head
+            self.plain_head = False
+            return
         self.plain_head = True
         plain = self(inputs, logits_of)
         self.plain_head = False

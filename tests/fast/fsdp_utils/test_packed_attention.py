@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from miles.backends.fsdp_utils.packed_attention import packed_attention, why_not_packed
+from miles.backends.fsdp_utils.packed_attention import (
+    PACKED,
+    PACKED_EAGER,
+    AttentionChoice,
+    choose_attention,
+    packed_attention,
+)
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -14,27 +20,43 @@ def random_qkv(heads=4, kv_heads=2, dim=8, seed=0):
     return [torch.randn(1, h, total, dim, generator=g, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
 
 
-def written_out(query, key, value, window=None, scaling=None):
-    """Softmax attention of one sequence with an explicit mask: `[1, tokens, heads, dim]`."""
+def written_out(query, key, value, window=None, scaling=None, softcap=None, sinks=None):
+    """Softmax attention of one sequence, one query position at a time: `[1, tokens, heads, dim]`."""
     n, repeat = query.shape[2], query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    back = torch.arange(n)[:, None] - torch.arange(n)[None]
-    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
-    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+    rows = []
+    for t in range(n):
+        first = 0 if window is None else max(0, t - window + 1)
+        heads = []
+        for h in range(query.shape[1]):
+            logits = key[0, h // repeat, first : t + 1] @ query[0, h, t] * (scaling or query.shape[-1] ** -0.5)
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            weights = logits.exp()
+            total = weights.sum() + (sinks[h].exp() if sinks is not None else 0.0)
+            heads.append((weights / total) @ value[0, h // repeat, first : t + 1])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows).unsqueeze(0)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_equals_attention_written_out_for_each_sequence_with_gradients(kv_heads, window):
+@pytest.mark.parametrize("extra", ["nothing", "softcap", "sinks", "eager"])
+def test_equals_attention_written_out_for_each_sequence_with_gradients(kv_heads, window, extra):
     qkv = random_qkv(kv_heads=kv_heads)
-    out, _ = packed_attention(torch.nn.Module(), *qkv, None, packed_lengths=LENGTHS, sliding_window=window, scaling=0.3)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if extra == "sinks" else None
+    softcap = 0.7 if extra == "softcap" else None
+    out, _ = packed_attention(
+        torch.nn.Module(), *qkv, None, packed_lengths=LENGTHS, sliding_window=window, scaling=0.3, softcap=softcap,
+        s_aux=sinks, fused=extra != "eager",
+    )  # fmt: skip
     parts = zip(*(x.split(LENGTHS, 2) for x in qkv), strict=True)
-    expected = torch.cat([written_out(*part, window=window, scaling=0.3) for part in parts], dim=1)
+    expected = [written_out(*part, window=window, scaling=0.3, softcap=softcap, sinks=sinks) for part in parts]
+    expected = torch.cat(expected, dim=1)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     weight = torch.linspace(-1, 1, out.numel()).view_as(out)
-    ours = torch.autograd.grad((out * weight).sum(), qkv)
-    theirs = torch.autograd.grad((expected * weight).sum(), qkv)
+    inputs = qkv if sinks is None else [*qkv, sinks]
+    ours = torch.autograd.grad((out * weight).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -49,21 +71,53 @@ def test_a_neighbour_changes_nothing_not_even_the_last_bit():
     assert torch.equal(before[:, 6:15], alone)
 
 
-def test_refuses_to_attend_without_borders_or_with_sinks():
-    qkv = random_qkv()
+def test_refuses_to_attend_without_borders():
     with pytest.raises(ValueError, match="without packed_lengths"):
-        packed_attention(torch.nn.Module(), *qkv, None)
-    with pytest.raises(ValueError, match="sinks"):
-        packed_attention(torch.nn.Module(), *qkv, None, packed_lengths=LENGTHS, s_aux=torch.ones(4))
+        packed_attention(torch.nn.Module(), *random_qkv(), None)
 
 
-def test_architectures_whose_mask_it_cannot_rebuild_are_not_packed():
+def meta_model(kind, **fields):
     import transformers
 
-    qwen = transformers.Qwen3Config()
-    assert why_not_packed(transformers.Qwen3ForCausalLM, qwen) is None
-    chunked = transformers.Qwen3Config(layer_types=["chunked_attention"] * qwen.num_hidden_layers)
-    assert "chunked_attention" in why_not_packed(transformers.Qwen3ForCausalLM, chunked)
-    gemma = transformers.Gemma2Config()
-    assert "softcapping" in why_not_packed(transformers.Gemma2ForCausalLM, gemma)
-    assert "does not call" in why_not_packed(torch.nn.Module, qwen)
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, **fields)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma2", "GptOss"])
+def test_the_kernel_that_was_asked_for_is_packed(kind):
+    model = meta_model(kind)
+    assert choose_attention(model, "sdpa", pack=True) == AttentionChoice(PACKED, True, "packed")
+    assert choose_attention(model, "eager", pack=True) == AttentionChoice(PACKED_EAGER, True, "packed")
+    assert choose_attention(model, "flash_attention_2", pack=True) == AttentionChoice(
+        "flash_attention_2", True, "flash"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel", "reason"),
+    [
+        ("Qwen3", "sdpa", None),
+        ("Gemma2", "eager", "caps its attention logits"),
+        ("GptOss", "eager", "attention sinks"),
+        ("Qwen3Next", "sdpa", None),
+        ("Mamba", "eager", "no fused attention"),
+    ],
+)
+def test_padded_rows_get_a_kernel_that_leaves_nothing_out(kind, kernel, reason):
+    choice = choose_attention(meta_model(kind), "sdpa", pack=False)
+    assert not choice.packed and choice.implementation == kernel
+    assert choice.reason is None if reason is None else reason in choice.reason
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba"])
+def test_tokens_that_mix_outside_of_attention_are_padded(kind):
+    choice = choose_attention(meta_model(kind), "sdpa", pack=True)
+    assert not choice.packed and choice.reason is not None
+
+
+@pytest.mark.parametrize("layer_type", ["chunked_attention", "linear_attention"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flash_attention_2"])
+def test_layers_that_look_across_borders_are_not_packed_whatever_the_kernel(layer_type, kernel):
+    choice = choose_attention(meta_model("Qwen3", layer_types=[layer_type, "full_attention"]), kernel, pack=True)
+    assert not choice.packed and f"layers of type {layer_type}" in choice.reason
