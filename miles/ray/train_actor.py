@@ -130,10 +130,15 @@ class TrainActor:
         directory: list[Path | None] = [store.begin(rollout_id) if self.rank == 0 else None]
         dist.broadcast_object_list(directory, src=0)
         assert directory[0] is not None
-        self.backend.save(directory[0])
+        try:
+            self.backend.save(directory[0])
+            if self.rank == 0:
+                store.commit(rollout_id, driver_state)
+        except BaseException:
+            if self.rank == 0:
+                store.discard(rollout_id)  # on a full disk the half checkpoint would be in the way
+            raise
         dist.barrier()
-        if self.rank == 0:
-            store.commit(rollout_id, driver_state)
 
     def export_hf(self, directory: str) -> None:
         self.backend.export_hf(Path(directory))

@@ -16,11 +16,12 @@ from miles.backends.fsdp_utils.loading import LoadedPolicy, ShardingOptions, loa
 from miles.backends.fsdp_utils.model_dir import check_model_dir
 from miles.backends.fsdp_utils.optimizer import build_optimizer, build_schedule
 from miles.backends.fsdp_utils.scorer import score_micro_batch
-from miles.backends.fsdp_utils.state import TrainState, load_state, save_state
+from miles.backends.fsdp_utils.state import TrainState, load_state, save_state, seed_generators
 from miles.backends.fsdp_utils.train_step import StepRunner
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
 from miles.backends.training_utils.backend import TrainBackend, TrainParallelConfig, TrainShard
 from miles.backends.training_utils.checkpoint import resolve_load
+from miles.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class FSDPBackend(TrainBackend):
             self.ref.module.requires_grad_(False).eval()
         self.copies = WeightCopies(args, self.actor, self.ref)
         self.runner = StepRunner(args, self.actor, self.optimizer, self.schedule, self.mesh, self.device)
+        # Dropout on each rank from a stream of its own; a checkpoint brings the states of all.
+        seed_generators(derive_seed(getattr(args, "seed", 0), "trainer", self.rank))
         if resume is None:
             return 0
         store, rollout_id = resume

@@ -91,7 +91,7 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
             config, dtype=options.stored_dtype, trust_remote_code=options.trust_remote_code
         )
     attention = choose_attention(hf, options.attn_implementation, pack=options.packed)
-    if attention.reason is not None:
+    if attention.reason is not None and rank0:
         layout = "packed" if attention.packed else "padded"
         logger.warning("%s: %s attention, %s rows", attention.reason, attention.implementation, layout)
     hf.set_attn_implementation(attention.implementation)

@@ -176,6 +176,12 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
@@ -194,9 +200,7 @@ def _load_rng(directory: Path, args: Any) -> None:
     logger.warning(
         "%s was written by %d ranks, this run has %d: random generators start from seeds", directory, saved, world
     )
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    seed_generators(seed)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -130,6 +130,23 @@ def test_a_hook_that_does_not_exist_is_refused_when_the_trainer_loads(world, mod
         world.run(jobs.train, args, [])
 
 
+def halve(args, *, pg_loss, loss_masks, **batch):
+    """A custom correction: half the weight for every token."""
+    assert {"train_log_probs", "rollout_log_probs", "total_lengths", "response_lengths"} <= batch.keys()
+    return pg_loss * 0.5, loss_masks, {"halved": torch.full_like(pg_loss, 0.5)}
+
+
+def test_entropy_and_corrections_reach_the_loss(world, models):
+    path = "tests.fast.fsdp_utils.test_training.halve"
+    fields = {"use_tis": True, "custom_tis_function_path": path, "use_rollout_entropy": True, "entropy_coef": 0.01}
+    plain = world.run(jobs.train, make_args(models["qwen3"]), [make_batch()])[0]["metrics"][0][0]
+    step = world.run(jobs.train, make_args(models["qwen3"], **fields), [make_batch()])[0]["metrics"][0][0]
+    assert step["train/halved"] == pytest.approx(0.5)
+    assert step["train/entropy_loss"] == pytest.approx(step["rollout/entropy"]) == pytest.approx(5.77, abs=0.02)
+    assert step["train/loss"] == pytest.approx(step["train/pg_loss"] - 0.01 * step["train/entropy_loss"])
+    assert step["train/grad_norm"] == pytest.approx(plain["train/grad_norm"] / 2, rel=0.01)
+
+
 def test_sft_lowers_the_loss_of_what_it_is_shown(world, models):
     args = make_args(models["qwen3"], loss_type="sft_loss", rollout_temperature=0.5)
     data = make_batch()
