@@ -48,16 +48,20 @@ class BatchCollector:
         """Request groups and take finished ones until the batch is full."""
         while len(self.kept) < self.target:
             self._refill()
+            if not self.tasks:
+                raise self._too_few_kept()
             done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=lambda t: first_index(self.tasks[t])):
                 self.tasks.pop(task)
                 self._take(task.result())
-            self._check_progress()
+            replaced = max(0, self.target - len(self.kept) - len(self.tasks))
+            self.failures.check(self.requested + replaced)
 
     def _refill(self) -> None:
         missing = self.target - len(self.kept) - len(self.tasks)
-        while missing > 0:
-            groups = self.data_source.get_samples(self.burst or missing)
+        bound = MAX_GROUPS_PER_KEPT * self.target
+        while missing > 0 and self.requested < bound:
+            groups = self.data_source.get_samples(self.burst or min(missing, bound - self.requested))
             self._check_groups(groups)
             for group in groups:
                 task = asyncio.create_task(generate_and_rm_group(self.state, group, self.state.sampling_params))
@@ -90,17 +94,13 @@ class BatchCollector:
         else:
             self.surplus.append(group)
 
-    def _check_progress(self) -> None:
-        self.failures.check(self.requested + max(0, self.target - len(self.kept) - len(self.tasks)))
-        decided = len(self.finished) + self.failures.groups
-        bound = MAX_GROUPS_PER_KEPT * self.target
-        if len(self.kept) < self.target and decided >= bound:
-            reasons = ", ".join(f"{name} {count}" for name, count in self.drops.most_common())
-            raise RolloutError(
-                f"rollout {self.rollout_id}: only {len(self.kept)} of {self.target} groups were kept after {decided} were "
-                f"generated (failed {self.failures.groups}; dropped by the dynamic filter: {reasons}). Check the reward and "
-                f"--dynamic-sampling-filter-path {getattr(self.args, 'dynamic_sampling_filter_path', None)}."
-            )
+    def _too_few_kept(self) -> RolloutError:
+        reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.drops.items()))
+        return RolloutError(
+            f"rollout {self.rollout_id}: only {len(self.kept)} of {self.target} groups were kept after {self.requested} were "
+            f"generated (failed {self.failures.groups}; dropped by the dynamic filter: {reasons}). Check the reward and "
+            f"--dynamic-sampling-filter-path {getattr(self.args, 'dynamic_sampling_filter_path', None)}."
+        )
 
     # ---- ending --------------------------------------------------------------------------------------------------
 

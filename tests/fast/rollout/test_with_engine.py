@@ -14,6 +14,7 @@ from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInp
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.inference_rollout import InferenceRolloutFn
 from miles.rollout.postprocess import postprocess_rollout
+from miles.rollout.rm_hub import close_rewards
 from miles.rollout.train_data import convert_samples_to_train_data
 from miles.router.engine_pool import EnginePool
 from miles.utils.process import terminate
@@ -39,8 +40,9 @@ def engine(model, tmp_path_factory):
 
 
 @pytest.fixture
-def build(model, engine, tmp_path):
+async def build(model, engine, tmp_path):
     """A rollout function over the engine; every call builds all client-side parts anew."""
+    clients = []
 
     async def make(**overrides):
         fields = {
@@ -60,10 +62,14 @@ def build(model, engine, tmp_path):
         client = EngineClient(engine.url, admin_key="k")
         await wait_ready(client, engine, 60)
         pool.set_engine(0, client)
+        clients.append(client)
         source = RolloutDataSourceWithBuffer(args)
         return args, InferenceRolloutFn(RolloutFnConstructorInput(args, source, pool)), source
 
-    return make
+    yield make
+    for client in clients:
+        await client.close()
+    await close_rewards()
 
 
 def flat(output):
