@@ -15,53 +15,72 @@ import torch
 
 from miles.backends.embedded_engine.kv_cache import PAGE, SCRATCH, PagePool
 
-TILE = 16  # query tokens that a prefill handles together; PAGE is a multiple, so a tile never straddles pages
+TILE = 32  # query tokens that a prefill handles together; PAGE is a multiple, so a tile never straddles pages
 MIN_ROWS = 4
 _PAIR_ELEMENTS = 8 << 20  # query elements of one prefill chunk of (tile, page) pairs
 
 
-def attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Softmax attention of `rows` queries over one page each.
+@dataclass
+class Partial:
+    """Attention of queries over one page each, before the division: `out / total` would be its result.
 
-    Args: q [pairs, kv_heads, rows, dim], k and v [pairs, kv_heads, PAGE, dim], mask [pairs, 1, 1 or rows, PAGE] additive.
-    Returns: output [pairs, rows, kv_heads, dim] and log-sum-exp [pairs, rows, kv_heads] fp32.
+    out [pairs, kv_heads, >= rows, dim], highest score and total weight [pairs, kv_heads, rows] fp32.
     """
-    if q.device.type == "cpu":
-        mask = mask.expand(-1, -1, q.shape[2], -1)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
-        return out.transpose(1, 2), lse.transpose(1, 2)
-    scores = torch.matmul(q, k.transpose(2, 3)).float().mul_(q.shape[-1] ** -0.5).add_(mask)
-    lse = torch.logsumexp(scores, dim=-1)
-    out = torch.matmul(torch.exp(scores - lse[..., None]).to(v.dtype), v)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+
+    out: torch.Tensor
+    highest: torch.Tensor
+    total: torch.Tensor
 
 
-def merge_pages(out: torch.Tensor, lse: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Combine the partial results of each query over its pages.
+def attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rows: int) -> Partial:
+    """Attend from the first `rows` of the scaled queries; rows beyond are padding.
 
-    Args: out [pairs, rows, heads, dim], lse [pairs, rows, heads], table [queries * n] indices of pairs,
-        bias [queries, n, 1, 1]: 0 for a page, -inf for padding. Padding comes last, so it adds exact zeros.
-    Returns: [queries, rows, heads, dim].
+    Args: q [pairs, kv_heads, >= rows, dim], k and v [pairs, kv_heads, PAGE, dim], mask [pairs, 1, 1 or rows, PAGE] additive.
+    """
+    pairs, heads, padded, dim = q.shape
+    scores = torch.bmm(q.view(-1, padded, dim), k.view(-1, PAGE, dim).transpose(1, 2))
+    scores = torch.add(scores.view(pairs, heads, padded, PAGE)[:, :, :rows], mask)
+    highest = scores.amax(dim=-1)
+    weight = scores.sub_(highest[..., None]).exp_()
+    total = weight.sum(dim=-1)
+    if padded > rows:
+        weight, filled = weight.new_zeros(pairs, heads, padded, PAGE), weight
+        weight[:, :, :rows].copy_(filled)
+    out = torch.bmm(weight.to(v.dtype).view(-1, padded, PAGE), v.view(-1, PAGE, dim))
+    return Partial(out.view(pairs, heads, padded, dim), highest, total)
+
+
+def merge_pages(part: Partial, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Combine each query's partial results over its pages.
+
+    Args: table [queries * n] indices of pairs, bias [queries, n, 1, 1]: 0 for a page, -inf for padding. Padding comes
+        last, so it adds exact zeros.
+    Returns: [queries, kv_heads, rows, dim].
     """
     queries, n = bias.shape[:2]
-    rows, heads, dim = out.shape[1:]
-    parts = out.index_select(0, table).view(queries, n, rows, heads, dim)
-    if n == 1:
-        return parts[:, 0]
-    # Not torch.softmax: along a middle axis its exp rounds differently in the tail of a vector than inside it.
-    lse = lse.index_select(0, table).view(queries, n, rows, heads) + bias
-    weight = lse.sub_(lse.amax(dim=1, keepdim=True)).exp_()
-    total = weight.sum(dim=1)
-    return (parts * weight[..., None].to(parts.dtype)).sum(dim=1).div_(total[..., None].to(parts.dtype))
+    _, heads, padded, dim = part.out.shape
+    rows = part.total.shape[2]
+    out = part.out.view(-1, heads * padded * dim).index_select(0, table)
+    out = out.view(queries, n, heads, padded, dim)[:, :, :, :rows]
+    total = part.total.view(-1, heads * rows).index_select(0, table).view(queries, n, heads, rows)
+    if n > 1:
+        # Not torch.softmax: along a middle axis its exp rounds differently in the tail of a vector than inside it.
+        highest = part.highest.view(-1, heads * rows).index_select(0, table).view(queries, n, heads, rows) + bias
+        weight = highest.sub_(highest.amax(dim=1, keepdim=True)).exp_()
+        total = total.mul_(weight).sum(dim=1)
+        out = (out * weight[..., None].to(out.dtype)).sum(dim=1)
+    else:
+        out, total = out[:, 0], total[:, 0]
+    return out / total[..., None].to(out.dtype)
 
 
 class MaskBank:
     """Additive masks inside one page, by the offset of the last visible token."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, group: int):
+    def __init__(self, device: torch.device, group: int):
         visible = torch.arange(PAGE)[None, :] <= torch.arange(PAGE)[:, None]
         bank = torch.zeros(PAGE, PAGE).masked_fill_(~visible, float("-inf"))
-        self.by_offset = bank.to(device=device, dtype=dtype if device.type == "cpu" else torch.float32)
+        self.by_offset = bank.to(device=device)
         tiles = self.by_offset.view(PAGE // TILE, TILE, PAGE).repeat_interleave(group, dim=1)
         full = torch.zeros_like(tiles[:1])
         self.by_tile = torch.cat([tiles, full])  # [PAGE / TILE + 1, TILE * group, PAGE]; the last is "all visible"
@@ -72,7 +91,7 @@ class DecodePlan:
     """One token a sequence, over all pages in use, in place.
 
     pages: pages walked, from 0; owner [pages]: the row whose query meets the page; visible [pages]: last visible offset;
-    table [rows, n] pages of each row; counts [rows] how many; slots [rows, kv_heads]: where the new keys go.
+    table [rows, n] pages of each row; counts [rows] how many; slots: see `slot_rows`.
     """
 
     pool: PagePool
@@ -87,7 +106,7 @@ class DecodePlan:
     def __post_init__(self) -> None:
         self.mask = self.bank.by_offset.index_select(0, self.visible)[:, None, None, :]
         self.flat_table = self.table.reshape(-1)
-        self._padded: torch.Tensor | None = None
+        self._queries: torch.Tensor | None = None
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [rows, heads, dim] -> [rows, heads * dim]."""
@@ -96,15 +115,11 @@ class DecodePlan:
         rows, heads, dim = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
-        q = q.view(rows, kv_heads, group, dim)
-        if group < MIN_ROWS:
-            if self._padded is None:
-                self._padded = q.new_zeros(rows, kv_heads, MIN_ROWS, dim)
-            self._padded[:, :, :group].copy_(q)
-            q = self._padded
-        out, lse = attend_pages(q.index_select(0, self.owner), keys, values, self.mask)
-        merged = merge_pages(out[:, :group], lse[:, :group], self.flat_table, self.bias)
-        return merged.transpose(1, 2).reshape(rows, heads * dim)
+        if self._queries is None:
+            self._queries = q.new_zeros(rows, kv_heads, max(group, MIN_ROWS), dim)
+        torch.mul(q.unflatten(1, (kv_heads, group)), dim**-0.5, out=self._queries[:, :, :group])
+        part = attend_pages(self._queries.index_select(0, self.owner), keys, values, self.mask, group)
+        return merge_pages(part, self.flat_table, self.bias).view(rows, heads * dim)
 
 
 @dataclass
@@ -127,7 +142,7 @@ class ExtendPlan:
     group: int
     num_tiles: int
     tile_rows: torch.Tensor  # [tokens]: tile * TILE + position in the tile
-    slots: torch.Tensor  # [tokens, kv_heads]
+    slots: torch.Tensor  # see `slot_rows`
     chunks: list[TileChunk]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -137,16 +152,17 @@ class ExtendPlan:
         tokens, heads, dim = q.shape
         kv_heads, group = heads // self.group, self.group
         tiles = q.new_zeros(self.num_tiles * TILE, heads * dim)
-        tiles.index_copy_(0, self.tile_rows, q.reshape(tokens, heads * dim))
+        tiles.index_copy_(0, self.tile_rows, (q * dim**-0.5).view(tokens, heads * dim))
         tiles = tiles.view(self.num_tiles, TILE, kv_heads, group, dim).permute(0, 2, 1, 3, 4)
         tiles = tiles.reshape(self.num_tiles, kv_heads, TILE * group, dim)
         outs = []
         for chunk in self.chunks:
             k, v = keys.index_select(0, chunk.pair_page), values.index_select(0, chunk.pair_page)
-            out, lse = attend_pages(tiles[chunk.tiles].index_select(0, chunk.pair_tile), k, v, chunk.mask)
-            outs.append(merge_pages(out, lse, chunk.table, chunk.bias))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)  # [tiles, TILE * group, kv_heads, dim]
-        out = out.view(self.num_tiles, TILE, group, kv_heads, dim).transpose(2, 3)
+            queries = tiles[chunk.tiles].index_select(0, chunk.pair_tile)
+            part = attend_pages(queries, k, v, chunk.mask, TILE * group)
+            outs.append(merge_pages(part, chunk.table, chunk.bias))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)  # [tiles, kv_heads, TILE * group, dim]
+        out = out.view(self.num_tiles, kv_heads, TILE, group, dim).transpose(1, 2)
         return out.reshape(self.num_tiles * TILE, heads * dim).index_select(0, self.tile_rows)
 
 
@@ -159,9 +175,14 @@ class Span:
     pages: list[int]
 
 
-def slot_rows(pages: np.ndarray, offsets: np.ndarray, kv_heads: int) -> np.ndarray:
-    """Row of each (token, head) in a layer's keys seen as [pages * kv_heads * PAGE, head_dim]: [tokens, kv_heads]."""
-    return (pages[:, None] * kv_heads + np.arange(kv_heads)) * PAGE + offsets[:, None]
+def slot_rows(pool: PagePool, pages: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Where the keys, then the values, of each token go: rows of a layer's cache seen as [-1, head_dim].
+
+    Args: pages and offsets [tokens]. Returns: [tokens, 2 * kv_heads].
+    """
+    heads = pool.config.num_kv_heads
+    first = (pages[:, None] * heads + np.arange(heads)) * PAGE + offsets[:, None]
+    return np.concatenate([first, first + pool.pages * heads * PAGE], axis=1)
 
 
 def padded_count(n: int) -> int:
@@ -188,7 +209,7 @@ def build_extend_plan(pool: PagePool, bank: MaskBank, spans: list[Span], padding
         pages.append(np.asarray(span.pages)[positions // PAGE])
         offsets.append(positions % PAGE)
         tiles += [(t, span.pages[: t * TILE // PAGE + 1]) for t in range(first, (span.end - 1) // TILE + 1)]
-    slots = slot_rows(np.concatenate(pages), np.concatenate(offsets), config.num_kv_heads)
+    slots = slot_rows(pool, np.concatenate(pages), np.concatenate(offsets))
     return ExtendPlan(
         pool=pool,
         group=config.group_size,

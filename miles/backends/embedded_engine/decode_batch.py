@@ -73,7 +73,7 @@ class DecodeBatch:
             visible=put(self.visible[:pages]),
             table=put(self.table[:n, :width]),
             bias=put(table_bias(self.counts[:n], width)),
-            slots=put(slot_rows(page, offset, self.pool.config.num_kv_heads)),
+            slots=put(slot_rows(self.pool, page, offset)),
         )
         return put(self.ids[:n]), put(positions), plan
 

@@ -13,7 +13,7 @@ from miles.backends.embedded_engine.weights import Experts, Layer, Mlp, Weights
 
 
 class AttentionPlan(Protocol):
-    """Where the batch's keys and values go ([rows, kv_heads] slots), and how its queries meet the cache."""
+    """Where the batch's keys and values go ([rows, 2 * kv_heads] slots), and how its queries meet the cache."""
 
     slots: torch.Tensor
 
@@ -26,7 +26,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     out = (wide * scale).to(x.dtype)
     return out if weight is None else out.mul_(weight)
 
@@ -40,14 +40,12 @@ class RopeTable:
         self.sin = angles.sin().to(device=device, dtype=dtype)[:, None]
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [rows, heads, dim], pairs being the two halves of dim."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the rotary embedding of x [rows, heads, dim], pairs being the two halves of dim, to `out`."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
 
 
 class Model:
@@ -96,15 +94,17 @@ class Model:
     ) -> torch.Tensor:
         c = self.config
         heads = layer.qkv(h).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qk, v = heads[:, : c.num_heads + c.num_kv_heads], heads[:, c.num_heads + c.num_kv_heads :]
+        rotated = torch.empty_like(heads)
+        turning = c.num_heads + c.num_kv_heads
+        qk = heads[:, :turning]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = rms_norm(qk, None, c.rms_norm_eps)
             qk[:, : c.num_heads].mul_(layer.q_norm)
             qk[:, c.num_heads :].mul_(layer.k_norm)
-        qk = rotate(qk, cos, sin)
-        kv[i, 0].view(-1, c.head_dim).index_put_((plan.slots,), qk[:, c.num_heads :])
-        kv[i, 1].view(-1, c.head_dim).index_put_((plan.slots,), v)
-        return plan.attend(i, qk[:, : c.num_heads])
+        rotate(qk, cos, sin, rotated[:, :turning])
+        rotated[:, turning:].copy_(heads[:, turning:])
+        kv[i].view(-1, c.head_dim).index_put_((plan.slots,), rotated[:, c.num_heads :])
+        return plan.attend(i, rotated[:, : c.num_heads])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""

@@ -41,7 +41,7 @@ class Scheduler:
         pages = 1 + max(1, limits.max_total_tokens // PAGE)
         self.pool = PagePool(self.config, pages, weights.device, weights.dtype)
         self.cache = PrefixCache(self.pool, limits.prefix_caching)
-        self.bank = MaskBank(weights.device, weights.dtype, self.config.group_size)
+        self.bank = MaskBank(weights.device, self.config.group_size)
         max_pages = min(pages, -(-self.config.context_length // PAGE))
         self.batch = DecodeBatch(self.pool, self.bank, limits.max_running_requests, max_pages)
         self.waiting: deque[Request] = deque()
@@ -403,5 +403,5 @@ class Scheduler:
 
 def _padded_rows(tokens: int) -> int:
     """Prefill sizes are rounded up to a few shapes, since a library prepares each shape once."""
-    step = 16 if tokens <= 64 else 64 if tokens <= 512 else 256
+    step = 16 if tokens <= 256 else 32
     return -(-tokens // step) * step

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import logging
 import os
 import signal
@@ -186,8 +188,19 @@ def serve(service: Service, sock: socket.socket, log_level: str) -> None:
         runner.run(server.serve(sockets=[sock]))
 
 
+def keep_freed_memory() -> None:
+    """Let glibc reuse large blocks: by default each is mapped, zeroed page by page, and unmapped again every step."""
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
+        for option, value in ((m_mmap_threshold, 32 << 20), (m_trim_threshold, 512 << 20), (m_arena_max, 1)):
+            mallopt(option, value)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    keep_freed_memory()
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until the server takes over
     try:
@@ -196,6 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     except (ModelError, WeightError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    gc.collect()
+    gc.freeze()  # what was imported and loaded stays: no need to look through it again
     sys.setswitchinterval(0.001)  # the HTTP thread and the engine thread share one interpreter
     serve(service, sock, args.log_level)
     os._exit(0)

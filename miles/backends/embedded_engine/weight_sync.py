@@ -108,7 +108,7 @@ class WeightSync:
         group = self.groups.get(group_name)
         if group is None:
             raise WeightError(f"no weight update group {group_name!r}: call /init_weights_update_group first")
-        device = self.weights.device
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.weights.device
         if flattened:
             flat = torch.empty(sum(s.nbytes for s in specs), dtype=torch.uint8, device=device)
             dist.broadcast(flat, src=0, group=group)
@@ -146,6 +146,7 @@ class WeightSync:
             raise WeightError("the weights' memory is released: call /resume_memory_occupation first")
         if self.engine.update_session == "draft":
             raise WeightError("selector 'draft': this engine has no draft model")
+        tensors = [(name, value.to(self.weights.device)) for name, value in tensors]
         check_all(self.weights, tensors)
         dropped, corrupted = faults.wanted.get("drop_tensor"), faults.wanted.get("corrupt_tensor")
         for name, value in tensors:
