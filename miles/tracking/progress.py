@@ -42,7 +42,7 @@ class Progress:
         self._doing, self._since = "starting", time.monotonic()
         self._began = time.monotonic()
         self._live: Live | None = None
-        if self.console.is_terminal:
+        if self.console.is_terminal and self.console.encoding.lower().startswith("utf"):
             self._live = Live(self, console=self.console, refresh_per_second=4, transient=False)
             self._live.start()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -73,13 +74,23 @@ def summarize(run_dir: str | Path, console: Console | None = None) -> Path | Non
 
     console = console or Console()
     history = History.read(run_dir)
-    console.print(summary_table(history, str(run_dir)))
+    _print_table(console, summary_table(history, str(run_dir)))
     console.print(time_line(history), highlight=False)
     picture = draw_rewards(history, Path(run_dir) / "reward.png", title=Path(run_dir).resolve().name)
     console.print(f"run folder  {run_dir}", soft_wrap=True, highlight=False)
     if picture is not None:
         console.print(f"plot        {picture}", soft_wrap=True, highlight=False)
     return picture
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Print a table, also where the output cannot show its blocks and letters."""
+    if console.encoding.lower().startswith("utf"):
+        console.print(table)
+        return
+    text = io.StringIO()
+    Console(file=text, width=console.width).print(table)
+    console.file.write(text.getvalue().encode(console.encoding, "replace").decode(console.encoding))
 
 
 def summary_table(history: History, title: str) -> Table:

@@ -3,7 +3,7 @@
 A row carries the task's entry in its metadata: `{"entry": {"question": ..., "answer": ..., "metadata": {...}}}`, with
 the task's name in `metadata["task"]` or, as reasoning-gym itself writes it, in `entry["metadata"]["source_dataset"]`.
 An entry written out flat works too: the entry's own metadata as the row's, and its answer as the label.
-The answer is the last `<answer>...</answer>` of the response, or all of it.
+The answer is the last `<answer>...</answer>` of the response, or all that follows its reasoning (`</think>`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from miles.rollout.rm_hub.failures import REWARD_DATA, RewardFailure
 def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
     task, entry = task_entry(label, metadata)
     answer = extract_answer(response)
-    return float(_verifier(task)(answer if answer is not None else response.strip(), entry))
+    return float(_verifier(task)(answer if answer is not None else response.rpartition("</think>")[2].strip(), entry))
 
 
 def task_entry(label: str | None, metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:

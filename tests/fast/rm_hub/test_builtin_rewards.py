@@ -2,6 +2,7 @@ r"""What each built-in reward gives to answers right, wrong, and impossible to j
 
 import asyncio
 import threading
+import time
 
 import pytest
 import reasoning_gym
@@ -27,6 +28,12 @@ from .conftest import finished
         ("math", "", "42", 0),
         ("math", r"\boxed{\frac{1}{2}", "1/2", 1),  # a response cut off in its last brace still states its answer
         ("math", r"\boxed{3}", r"\boxed{3}", 1),
+        ("math", r"\boxed{Monday}", "Monday", 1),
+        ("math", r"\boxed{东}", "西", 0),
+        ("math", r"\boxed{\sqrt{8}}", r"$2\sqrt{2}$", 1),
+        ("math", r"\boxed{(1, 2]}", "(1,2]", 1),
+        ("math", r"\boxed{50\%}", "50\\%", 1),
+        ("math", "\\boxed{" * 500, "42", 0),
         ("boxed_math", r"7 \boxed{42} 8", "42", 1),
         ("boxed_math", "42", "42", 0),
         ("deepscaler", r"<think>\boxed{1}</think> \boxed{42}", "42", 1),
@@ -91,7 +98,11 @@ async def test_reasoning_gym_scores_its_own_answers_1_in_every_layout(args, task
     entry = reasoning_gym.create_dataset(task, seed=3, size=1)[0]
     layouts = [{"task": task, "entry": entry}, {"entry": entry}, entry["metadata"] | {"question": entry["question"]}]
     for metadata in layouts:
-        for response in (entry["answer"], f"I think <answer>{entry['answer']}</answer>"):
+        for response in (
+            entry["answer"],
+            f"I think <answer>{entry['answer']}</answer>",
+            f"hm</think> {entry['answer']}",
+        ):
             assert await async_rm(args, finished(response, entry["answer"], metadata=metadata)) == 1.0
         assert await async_rm(args, finished("<answer>zzz</answer>", entry["answer"], metadata=metadata)) < 0.5
 
@@ -159,11 +170,21 @@ async def test_a_response_that_hangs_the_verifier_times_out_and_the_next_is_scor
         (r"\boxed {x}", "x"),
         (r"\boxed{done} \boxed{cut of", "done"),
         (r"\boxed{}", ""),
+        (r"\boxed{a} } \frac{1}{2} {", "a"),
+        (r"\boxed{outer \boxed{inner} more}", "inner"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         ("none", None),
     ],
 )
 def test_last_boxed(text, inside):
     assert last_boxed(text) == inside
+
+
+def test_a_hostile_response_of_open_boxes_costs_no_time():
+    began = time.monotonic()
+    assert last_boxed(r"\boxed{" * 200_000) is None
+    assert last_boxed(r"\boxed{" * 200_000 + "}" * 200_000) == ""
+    assert time.monotonic() - began < 5
 
 
 def test_the_sample_is_left_as_it_was(args):

@@ -174,6 +174,13 @@ def test_the_command_makes_both_again(finished_run):
     assert done.returncode == 0 and Path(finished_run, "reward.png").exists(), done.stderr
 
 
+def test_an_output_without_unicode_gets_what_it_can_show(finished_run):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    summarize(finished_run, Console(file=out, width=80))
+    out.flush()
+    assert "reward" in out.buffer.getvalue().decode("ascii")
+
+
 def test_a_folder_without_a_record_is_an_error_that_says_so(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "metrics.jsonl does not exist" in capsys.readouterr().err
