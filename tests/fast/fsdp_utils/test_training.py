@@ -25,6 +25,26 @@ def test_gradients_are_those_of_the_loss_written_out_however_the_batch_is_split(
         assert invariance.by_tensor(ours, first) < 1e-6
 
 
+def test_per_token_loss_divides_by_the_trained_tokens_of_all_ranks(world, models):
+    batch, model = invariance.make_batch(), models["qwen3"]
+    tokens = sum(sum(mask) for mask in batch["loss_masks"])
+    # The written-out loss divides by 11 rollouts too.
+    exact = invariance.reference_gradients(
+        model, batch | {"rollout_mask_sums": [tokens / 11] * 12}, dtype="float64", padded=False
+    )
+    args = invariance.make_args(model, calculate_per_token_loss=True)
+    assert invariance.of_whole(world.run(invariance.trainer_gradients, args, batch)[0], exact) < 1e-6
+
+
+def test_three_samples_train_on_two_ranks_as_on_one(world, solo, models):
+    data = {name: column[:3] for name, column in make_batch().items()}
+    args = make_args(models["qwen3"], global_batch_size=3, rollout_batch_size=3, n_samples_per_prompt=1)
+    args.max_tokens_per_gpu = 30
+    one, two = solo.run(jobs.train, args, [data])[0], world.run(jobs.train, args, [data])[0]
+    a, b = one["metrics"][0][0], two["metrics"][0][0]
+    assert all(a[k] == pytest.approx(b[k], rel=1e-4, abs=1e-6) for k in a if "fillers" not in k)
+
+
 def test_two_runs_are_equal_bit_for_bit_on_every_rank(world, models):
     args = make_args(models["qwen3_moe"], global_batch_size=4, use_kl_loss=True, kl_loss_coef=0.1)
     batches = [make_batch(0), make_batch(1)]
