@@ -192,8 +192,12 @@ class Cluster:
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """One batch of trajectories, planned and sharded."""
-        with self._timed("rollout"):
-            return await self._while_trainer_lives(self._pending.pop(rollout_id, None) or self._generate(rollout_id))
+        with self._timed("train_wait"):
+            pending = self._pending.pop(rollout_id, None) or self._generate(rollout_id)
+            batch = await self._while_trainer_lives(pending)
+            # Age counts from the weights that serve now, at train time, not from those of the time it was requested.
+            batch.metrics |= await self.manager.measure_staleness.remote(rollout_id)
+        return batch
 
     async def _generate(self, rollout_id: int) -> RolloutBatch:
         return await self.manager.generate.remote(rollout_id)

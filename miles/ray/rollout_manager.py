@@ -40,6 +40,7 @@ class RolloutManager:
         self.fleet: EngineFleet | None = None
         self.parallel: TrainParallelConfig | None = None
         self.published_version = 0
+        self._awaiting_training: dict[int, list] = {}  # samples of batches that the trainer has not taken yet
         self._data_states: dict[int, Any] = {}  # the data source as it stood when a rollout had drawn its prompts
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -116,9 +117,17 @@ class RolloutManager:
         if self.fleet is not None:
             metrics["rollout/engine_restarts"] = float(self.fleet.restarts)
         refs = [] if args.debug_rollout_only else await asyncio.to_thread(self._shard, rollout_id, samples, metadata)
+        self._awaiting_training[rollout_id] = samples
         metrics["perf/rollout_busy_time"] = seconds
         metrics["perf/rollout_convert_time"] = time.monotonic() - started - seconds
         return RolloutBatch(rollout_id, refs, [s.index for s in samples], metrics)
+
+    def measure_staleness(self, rollout_id: int) -> dict[str, float]:
+        """`rollout/staleness/*` of a batch that the trainer takes now, against the version that is published now."""
+        from miles.tracking.version_metrics import staleness_metrics
+
+        samples = self._awaiting_training.pop(rollout_id)
+        return staleness_metrics(samples, self.published_version) if self.published_version else {}
 
     def _shard(self, rollout_id: int, samples: list, metadata: dict[str, Any]) -> list[Any]:
         from miles.backends.training_utils.batching.planner import plan_batches

@@ -17,7 +17,7 @@ from rich.text import Text
 from miles.tracking.step_view import OTHER, PHASES, StepView, clock, number, plain_line, sparkline
 
 _DOING = {
-    "rollout": "generating",
+    "train_wait": "generating",
     "train": "training",
     "update_weights": "updating the engines' weights",
     "eval": "evaluating",

@@ -12,7 +12,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 # Where a step's time goes: label, the driver's timer, colour.
 PHASES = (
-    ("generate", "perf/rollout_time", "cyan"),
+    ("generate", "perf/train_wait_time", "cyan"),
     ("train", "perf/train_time", "magenta"),
     ("update", "perf/update_weights_time", "green"),
 )

@@ -9,6 +9,8 @@ def test_one_step_overlap_trains_on_samples_one_update_old(flags, launch):
     run = launch(flags(num_rollout=4), driver="train_async.py").wait().check()
     assert sorted(run.series("train/loss")) == [0, 1, 2, 3]
     assert list(run.series("rollout/weight_version/mean").values()) == [1.0, 1.0, 2.0, 3.0]
+    # Generated one version ago and aged by the update that came before it was trained.
+    assert list(run.series("rollout/staleness/old_max").values()) == [0.0, 1.0, 1.0, 1.0]
     assert list(run.series("rollout/weight_version/published").values()) == [2.0, 3.0, 4.0, 5.0]
 
 

@@ -22,7 +22,7 @@ STEP = {
     "rollout/weight_version/published": 5.0,
     "train/train_rollout_logprob_abs_diff": 2.5e-7,
     "perf/tokens_per_gpu_per_sec": 1000.0,
-    "perf/rollout_time": 5.0,
+    "perf/train_wait_time": 5.0,
     "perf/train_time": 3.0,
     "perf/update_weights_time": 1.0,
     "perf/step_time": 10.0,
