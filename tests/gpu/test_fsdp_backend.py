@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from miles.backends.fsdp_utils.packed_attention import packed_attention
 from miles.backends.fsdp_utils.state import local_bytes
 from tests.benchmarks import gradient_invariance as invariance
 from tests.fast.fsdp_utils import jobs
@@ -37,6 +38,26 @@ def test_bf16_gradients_of_packed_rows_are_near_the_exact_ones(world, models, fa
     args = invariance.make_args(models[family], train_device="cuda", micro_batch_size=12)
     ours = {n: g.cpu() for n, g in world.run(invariance.trainer_gradients, args, batch)[0].items()}
     assert invariance.of_whole(ours, exact) < limit
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_flash_attention_over_packed_rows_equals_attention_written_out(kv_heads, window):
+    lengths, g = [5, 40, 1, 18], torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(lengths), 64) for heads in (4, kv_heads, kv_heads)]
+    exact = [torch.randn(shape, generator=g).bfloat16().float().cuda().requires_grad_() for shape in shapes]
+    low = [x.detach().bfloat16().requires_grad_() for x in exact]
+    options = {"packed_lengths": lengths, "sliding_window": window, "scaling": 0.1}
+    ours, _ = packed_attention(torch.nn.Module(), *low, None, **options)
+    theirs, _ = packed_attention(torch.nn.Module(), *exact, None, fused=False, **options)
+    torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)
+    weight = torch.linspace(-1, 1, ours.numel(), device="cuda").view_as(ours)
+    for a, b in zip(
+        torch.autograd.grad((ours * weight).sum(), low),
+        torch.autograd.grad((theirs * weight).sum(), exact),
+        strict=True,
+    ):
+        assert (a.float() - b).norm() < 0.02 * b.norm()
 
 
 def scores_beside(args, changed):
