@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on a real pretrained model, SmolLM2-135M-Instruct, on a CPU: a few steps. Evidence: smoke run, no full curve.
 #
-# Task: reasoning-gym's chain_sum, sums of two one-digit numbers. The verifier pays 1 for the bare number, and less the
-# more words surround it, so the first thing that the policy can learn is to be brief.
+# Task: reasoning-gym's spell_backward with words of three letters. The verifier pays the share of letters in their place,
+# which this model earns now and then, so most groups of samples have something to compare.
 # Any Hugging Face causal LM directory works the same way: MILES_SCRIPT_MODEL=/path/to/model.
 #
 #   bash recipes/smollm2_135m_grpo.sh [flags of train.py; they come last, so they win]
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 python="${MILES_SCRIPT_PYTHON:-python}"
 model="${MILES_SCRIPT_MODEL:-build/smollm2-135m}"
-data=build/chain_sum
+data=build/spell_backward
 run="${MILES_SCRIPT_RUN_NAME:-smollm2-$(date +%Y%m%d-%H%M%S)}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
@@ -23,8 +23,8 @@ if [ "$model" = build/smollm2-135m ] && [ ! -d "$model" ]; then
     "$python" scripts/make_smollm2.py --out "$model"
 fi
 if [ ! -f "$data/train.jsonl" ]; then
-    "$python" scripts/make_tasks.py --task chain_sum --out "$data/train.jsonl" --rows 512 --seed 0 \
-        --config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
+    "$python" scripts/make_tasks.py --task spell_backward --out "$data/train.jsonl" --rows 512 --seed 0 \
+        --config '{"min_word_len": 3, "max_word_len": 3}'
 fi
 
 CLUSTER_ARGS=(
@@ -49,7 +49,7 @@ ROLLOUT_ARGS=(
     --rollout-batch-size 4
     --n-samples-per-prompt 4
     --rollout-temperature 1
-    --rollout-max-response-len 32
+    --rollout-max-response-len 16
 )
 
 GRPO_ARGS=(
