@@ -22,9 +22,9 @@ _PAIR_ELEMENTS = 8 << 20  # query elements of one prefill chunk of (tile, page) 
 
 @dataclass
 class Partial:
-    """Attention of queries over one page each, before the division: `out / total` would be its result.
+    """Attention of queries over one page each.
 
-    out [pairs, kv_heads, >= rows, dim], highest score and total weight [pairs, kv_heads, rows] fp32.
+    out [pairs, kv_heads, >= rows, dim]; highest score, and sum of exp(score - highest), [pairs, kv_heads, rows] fp32.
     """
 
     out: torch.Tensor
@@ -32,22 +32,41 @@ class Partial:
     total: torch.Tensor
 
 
-def attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rows: int) -> Partial:
+class Workspace:
+    """Buffers of `attend_pages`, kept from layer to layer and step to step; the weights' padding rows stay zero."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """A buffer of `shape`, zero at first; its contents are those that the last user of its rows left."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape[1:] != shape[1:] or len(buffer) < shape[0] or buffer.dtype != like.dtype:
+            buffer = like.new_zeros(shape[0] + shape[0] // 4, *shape[1:])
+            self._buffers[name] = buffer
+        return buffer[: shape[0]]
+
+
+def attend_pages(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rows: int, space: Workspace
+) -> Partial:
     """Attend from the first `rows` of the scaled queries; rows beyond are padding.
 
     Args: q [pairs, kv_heads, >= rows, dim], k and v [pairs, kv_heads, PAGE, dim], mask [pairs, 1, 1 or rows, PAGE] additive.
+    Returns: views of `space`, valid until its next use.
     """
     pairs, heads, padded, dim = q.shape
-    scores = torch.bmm(q.view(-1, padded, dim), k.view(-1, PAGE, dim).transpose(1, 2))
-    scores = torch.add(scores.view(pairs, heads, padded, PAGE)[:, :, :rows], mask)
-    highest = scores.amax(dim=-1)
-    weight = scores.sub_(highest[..., None]).exp_()
-    total = weight.sum(dim=-1)
-    if padded > rows:
-        weight, filled = weight.new_zeros(pairs, heads, padded, PAGE), weight
-        weight[:, :, :rows].copy_(filled)
-    out = torch.bmm(weight.to(v.dtype).view(-1, padded, PAGE), v.view(-1, PAGE, dim))
-    return Partial(out.view(pairs, heads, padded, dim), highest, total)
+    shape = (pairs, heads, padded, PAGE)
+    scores = space.take("scores", shape, q)
+    torch.bmm(q.view(-1, padded, dim), k.view(-1, PAGE, dim).transpose(1, 2), out=scores.view(-1, padded, PAGE))
+    scores = torch.add(scores[:, :, :rows], mask)
+    # One softmax kernel, and its largest weight exp(0) / total: torch.exp is ten times slower where scores are masked.
+    probs = torch.softmax(scores, dim=-1)
+    weight = space.take("weight", shape, v)
+    weight[:, :, :rows].copy_(probs)
+    out = space.take("out", (pairs, heads, padded, dim), v)
+    torch.bmm(weight.view(-1, padded, PAGE), v.view(-1, PAGE, dim), out=out.view(-1, padded, dim))
+    return Partial(out, scores.amax(dim=-1), probs.amax(dim=-1).reciprocal_())
 
 
 def merge_pages(part: Partial, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -62,16 +81,14 @@ def merge_pages(part: Partial, table: torch.Tensor, bias: torch.Tensor) -> torch
     rows = part.total.shape[2]
     out = part.out.view(-1, heads * padded * dim).index_select(0, table)
     out = out.view(queries, n, heads, padded, dim)[:, :, :, :rows]
-    total = part.total.view(-1, heads * rows).index_select(0, table).view(queries, n, heads, rows)
-    if n > 1:
-        # Not torch.softmax: along a middle axis its exp rounds differently in the tail of a vector than inside it.
-        highest = part.highest.view(-1, heads * rows).index_select(0, table).view(queries, n, heads, rows) + bias
-        weight = highest.sub_(highest.amax(dim=1, keepdim=True)).exp_()
-        total = total.mul_(weight).sum(dim=1)
-        out = (out * weight[..., None].to(out.dtype)).sum(dim=1)
-    else:
-        out, total = out[:, 0], total[:, 0]
-    return out / total[..., None].to(out.dtype)
+    if n == 1:
+        return out[:, 0]
+    # Not torch.softmax: along a middle axis its exp rounds differently in the tail of a vector than inside it.
+    highest = part.highest.view(-1, heads * rows).index_select(0, table).view(queries, n, heads, rows) + bias
+    weight = highest.sub_(highest.amax(dim=1, keepdim=True)).exp_()
+    weight.mul_(part.total.view(-1, heads * rows).index_select(0, table).view_as(weight))
+    weight.div_(weight.sum(dim=1, keepdim=True))
+    return (out * weight[..., None].to(out.dtype)).sum(dim=1)
 
 
 class MaskBank:
@@ -102,6 +119,7 @@ class DecodePlan:
     table: torch.Tensor
     bias: torch.Tensor
     slots: torch.Tensor
+    space: Workspace
 
     def __post_init__(self) -> None:
         self.mask = self.bank.by_offset.index_select(0, self.visible)[:, None, None, :]
@@ -118,8 +136,9 @@ class DecodePlan:
         if self._queries is None:
             self._queries = q.new_zeros(rows, kv_heads, max(group, MIN_ROWS), dim)
         torch.mul(q.unflatten(1, (kv_heads, group)), dim**-0.5, out=self._queries[:, :, :group])
-        part = attend_pages(self._queries.index_select(0, self.owner), keys, values, self.mask, group)
-        return merge_pages(part, self.flat_table, self.bias).view(rows, heads * dim)
+        queries = self._queries.index_select(0, self.owner)
+        part = attend_pages(queries, keys, values, self.mask, group, self.space)
+        return merge_pages(part, self.flat_table, self.bias).reshape(rows, heads * dim)
 
 
 @dataclass
@@ -144,6 +163,7 @@ class ExtendPlan:
     tile_rows: torch.Tensor  # [tokens]: tile * TILE + position in the tile
     slots: torch.Tensor  # see `slot_rows`
     chunks: list[TileChunk]
+    space: Workspace
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, dim] -> [tokens, heads * dim]."""
@@ -159,10 +179,10 @@ class ExtendPlan:
         for chunk in self.chunks:
             k, v = keys.index_select(0, chunk.pair_page), values.index_select(0, chunk.pair_page)
             queries = tiles[chunk.tiles].index_select(0, chunk.pair_tile)
-            part = attend_pages(queries, k, v, chunk.mask, TILE * group)
+            part = attend_pages(queries, k, v, chunk.mask, TILE * group, self.space)
             outs.append(merge_pages(part, chunk.table, chunk.bias))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)  # [tiles, kv_heads, TILE * group, dim]
-        out = out.view(self.num_tiles, kv_heads, TILE, group, dim).transpose(1, 2)
+        out = out.reshape(self.num_tiles, kv_heads, TILE, group, dim).transpose(1, 2)
         return out.reshape(self.num_tiles * TILE, heads * dim).index_select(0, self.tile_rows)
 
 
@@ -196,7 +216,7 @@ def table_bias(counts: np.ndarray, width: int) -> np.ndarray:
     return bias[:, :, None, None]
 
 
-def build_extend_plan(pool: PagePool, bank: MaskBank, spans: list[Span], padding: int) -> ExtendPlan:
+def build_extend_plan(pool: PagePool, bank: MaskBank, spans: list[Span], padding: int, space: Workspace) -> ExtendPlan:
     """Plan the prefill of `spans`, followed by `padding` rows that write to the scratch page."""
     config, device = pool.config, pool.device
     rows, pages, offsets = [], [], []
@@ -217,6 +237,7 @@ def build_extend_plan(pool: PagePool, bank: MaskBank, spans: list[Span], padding
         tile_rows=torch.from_numpy(np.concatenate(rows)).to(device),
         slots=torch.from_numpy(slots).to(device),
         chunks=_chunks(bank, tiles, config.num_heads * config.head_dim * TILE, device),
+        space=space,
     )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from miles.backends.embedded_engine.attention import DecodePlan, MaskBank, padded_count, slot_rows, table_bias
+from miles.backends.embedded_engine.attention import (
+    DecodePlan,
+    MaskBank,
+    Workspace,
+    padded_count,
+    slot_rows,
+    table_bias,
+)
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
 from miles.backends.embedded_engine.request import Request
 
@@ -19,6 +26,7 @@ class DecodeBatch:
         rows = -(-max_rows // _ROW_STEP) * _ROW_STEP
         self.pool, self.bank = pool, bank
         self.requests: list[Request] = []
+        self.space = Workspace()
         self.ids = np.zeros(rows, dtype=np.int64)
         self.positions = np.zeros(rows, dtype=np.int64)
         self.counts = np.ones(rows, dtype=np.int64)
@@ -74,6 +82,7 @@ class DecodeBatch:
             table=put(self.table[:n, :width]),
             bias=put(table_bias(self.counts[:n], width)),
             slots=put(slot_rows(self.pool, page, offset)),
+            space=self.space,
         )
         return put(self.ids[:n]), put(positions), plan
 

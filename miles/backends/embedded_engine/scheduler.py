@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from miles.backends.embedded_engine.attention import ExtendPlan, MaskBank, Span, build_extend_plan
+from miles.backends.embedded_engine.attention import ExtendPlan, MaskBank, Span, Workspace, build_extend_plan
 from miles.backends.embedded_engine.decode_batch import DecodeBatch
 from miles.backends.embedded_engine.forward import Model
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
@@ -49,6 +49,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.weight_version = "default"
         self._sampling: SamplingBatch | None = None  # of `running`; None when the list has changed
+        self._prefill_space = Workspace()
         self._decode_next = False
         self.generated_tokens = 0
         self.steps = 0
@@ -201,7 +202,7 @@ class Scheduler:
         self._decode_next = budget == 0
         total = sum(s.end - s.start for _, s in spans)
         padding = _padded_rows(total) - total
-        plan = build_extend_plan(self.pool, self.bank, [s for _, s in spans], padding)
+        plan = build_extend_plan(self.pool, self.bank, [s for _, s in spans], padding, self._prefill_space)
         ids = [t for r, s in spans for t in r.tokens(s.start, s.end)] + [0] * padding
         positions = np.concatenate([*(np.arange(s.start, s.end) for _, s in spans), np.arange(padding)])
         hidden = self._forward(torch.tensor(ids), torch.from_numpy(positions), plan, spans)
