@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from miles.backends.fsdp_utils.export import iter_hf_tensors, write_hf_directory
+from miles.backends.fsdp_utils.export import iter_hf_tensors, names_unlike_checkpoint, write_hf_directory
 from miles.backends.fsdp_utils.loading import LoadedPolicy, ShardingOptions, load_policy, reshard
 from miles.backends.fsdp_utils.model_dir import check_model_dir
 from miles.backends.fsdp_utils.optimizer import build_optimizer, build_schedule
@@ -64,6 +64,9 @@ class FSDPBackend(TrainBackend):
         args = self.args
         resume = None if (Path(getattr(args, "load", None) or "") / "config.json").is_file() else _resolve(args)
         self.actor = load_policy(self.weights_dir, self._options())
+        differs = names_unlike_checkpoint(self.actor, self.source_dir) if self.is_weight_source else None
+        if differs is not None:
+            logger.warning("engines that read %s may not know every tensor of an update: %s", self.source_dir, differs)
         params = [p for p in self.actor.module.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(args, params)
         self.schedule = build_schedule(args, self.optimizer)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, fsdp_modules, persistent_buffers
+from miles.backends.fsdp_utils.model_dir import checkpoint_tensor_names
 from miles.utils.atomic_io import publish_dir, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,19 @@ def _can_gather(module: FSDPModule, names: list[str], dtype_of: Callable[[str], 
     """Whether FSDP's own gather, in the compute dtype, loses nothing that the wanted dtype would keep."""
     compute = module._get_fsdp_state()._mp_policy.param_dtype
     return compute is None or all(dtype_of(name.removeprefix(_PREFIX)) == compute for name in names)
+
+
+def names_unlike_checkpoint(loaded: LoadedPolicy, directory: Path) -> str | None:
+    """How exported names differ from those in the directory's weight files; None where they do not, or cannot be read."""
+    theirs = checkpoint_tensor_names(directory)
+    if theirs is None:
+        return None
+    named = dict(loaded.module.named_parameters()) | persistent_buffers(loaded.module)
+    blank = {n.removeprefix(_PREFIX): torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in named.items()}
+    ours = to_checkpoint_names(loaded.module.hf, blank).keys()
+    differences = [f"{name} is exported and not there" for name in sorted(ours - theirs)]
+    differences += [f"{name} is there and not exported" for name in sorted(theirs - ours)]
+    return f"{len(differences)} names differ: {'; '.join(differences[:5])}" if differences else None
 
 
 class SafetensorsWriter:

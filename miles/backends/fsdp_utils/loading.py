@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from miles.backends.fsdp_utils.model_dir import ModelDirError, checkpoint_tensor_names
+from miles.backends.fsdp_utils.model_dir import ModelDirError
 from miles.backends.fsdp_utils.packed_attention import choose_attention, register_packed_attention
 from miles.backends.fsdp_utils.policy_model import PolicyModel
 
@@ -226,9 +226,3 @@ def _picklable(value: Any) -> Any:
     except Exception:
         return None
     return value
-
-
-def unused_names(path: Path, exported: set[str]) -> tuple[set[str], set[str]]:
-    """(exported names that the directory lacks, names in it that are not exported)."""
-    names = checkpoint_tensor_names(path)
-    return (set(), set()) if names is None else (exported - names, names - exported)

@@ -161,8 +161,29 @@ def test_weights_that_do_not_fit_the_config_fail_on_every_rank(world, models, tm
         ({"dp_replicate_size": 3}, "--dp-replicate-size 3 does not divide the 2"),
         ({"train_device": "cuda"}, "--train-device cuda: this process sees no GPU"),
         ({"attn_implementation": "flash_attention_2"}, "needs a GPU: use sdpa or eager"),
+        ({"lr_decay_style": "cosine", "num_rollout": None}, "--lr-decay-style cosine .*--num-epoch.*--lr-decay-iters"),
     ],
 )
 def test_settings_that_cannot_work_here_are_refused_with_a_way_out(world, models, fields, said):
     with pytest.raises(ValueError, match=said):
-        world.run(make_backend, make_args(models["qwen3"], **fields))
+        world.run(build, make_args(models["qwen3"], **fields))
+
+
+def build(args):
+    make_backend(args)
+
+
+def test_names_that_an_update_would_miss_are_told(solo, models, tmp_path):
+    target = tmp_path / "model"
+    shutil.copytree(models["qwen3"], target)
+    rewrite_weights(target, lambda t: t.update({"model.layers.9.extra": torch.ones(2)}))
+    said = solo.run(differing_names, make_args(str(target)))[0]
+    assert said == "1 names differ: model.layers.9.extra is there and not exported"
+    assert solo.run(differing_names, make_args(models["qwen3_moe"]))[0] is None
+
+
+def differing_names(args):
+    from miles.backends.fsdp_utils.export import names_unlike_checkpoint
+
+    backend, _ = make_backend(args)
+    return names_unlike_checkpoint(backend.actor, backend.source_dir)
