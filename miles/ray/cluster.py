@@ -208,14 +208,17 @@ class Cluster:
             await self._while_trainer_lives(asyncio.wait(self._pending.values()))
 
     async def _while_trainer_lives(self, work: Awaitable[T]) -> T:
-        """Wait for work in which the trainer has no part; its death ends the wait."""
+        """Wait for work of others; the death of a trainer rank ends the wait, and is what is told."""
         task = asyncio.ensure_future(work)
-        watched = {task} if self._trainer_death is None else {task, self._trainer_death}
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        death = self._trainer_death
+        if death is None:
+            return await task
+        await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not task.cancelled() and task.exception() is not None:
+            await asyncio.wait({death}, timeout=1.0)  # work that fails of a rank's death may fail before it is known
+        if death.done():
             task.cancel()
-            assert self._trainer_death is not None
-            self._trainer_death.result()  # raises
+            death.result()  # raises
         return await task
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> None:
@@ -239,7 +242,7 @@ class Cluster:
         if not self._updates_weights:
             return
         with self._timed("update_weights"):
-            metrics = await self.coordinator.update.remote()
+            metrics = await self._while_trainer_lives(_future(self.coordinator.update.remote()))
         if rollout_id is not None:
             self._log(metrics, "rollout/step", rollout_id)
 

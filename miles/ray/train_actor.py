@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ class TrainActor:
     def __init__(self, args: Any, rank: int, world_size: int) -> None:
         os.environ.update({k: str(v) for k, v in (args.train_env_vars or {}).items()})
         redirect_to_log(args.run_dir, f"trainer_{rank}")
+        # Batches are read-only views into the object store, and nothing writes to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.args, self.rank, self.world_size = args, rank, world_size
         self._listener = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import ray
@@ -82,7 +83,8 @@ class TrainGroup:
             raise TrainerDied(f"trainer rank {rank} failed in {method}:\n{error}") from None
         except ray.exceptions.RayActorError as error:
             lines = tail(log_path(self.args.run_dir, f"trainer_{rank}"))
-            raise TrainerDied(f"trainer rank {rank} died in {method}: {error}\nits last lines:\n{lines}") from None
+            told = re.sub(r"\s*(Some common causes include|If the process was killed by).*", "", str(error), flags=re.S)
+            raise TrainerDied(f"trainer rank {rank} died in {method}: {told}\nits last lines:\n{lines}") from None
 
 
 def _root_cause(errors: list[BaseException | None]) -> BaseException:
