@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from miles.backends.embedded_engine.engine import PAUSE_MODES
-from miles.backends.embedded_engine.http_app import Service, guarded, json_body, reply
+from miles.backends.embedded_engine.http_app import Service, disconnected, error_reply, guarded, json_body, reply
 from miles.backends.embedded_engine.model_config import ModelError
 from miles.backends.embedded_engine.payloads import decode_tensors
 from miles.backends.embedded_engine.sampling_params import RequestError
@@ -23,7 +23,7 @@ from miles.utils.process_group import GroupJoinError, join_group, leave_group
 
 logger = logging.getLogger(__name__)
 TAGS = {"weights", "kv_cache", "cuda_graph"}
-Action = Callable[[Service, dict[str, Any]], Awaitable[Any]]
+Action = Callable[[Service, dict[str, Any]], Coroutine[Any, Any, Any]]
 # Receiving blocks on the sender, so it gets threads of its own: as many as groups that may be in use at once.
 _receivers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="weights")
 
@@ -59,13 +59,31 @@ def _endpoint(service: Service, action: Action) -> Callable[[HttpRequest], Await
             body = await json_body(http)
             if body is not None and not isinstance(body, dict):
                 raise RequestError("the body must be a JSON object")
-            return reply(await action(service, body or {}))
+            return await _unless_client_leaves(http, action(service, body or {}))
         except (WeightError, ModelError, RequestError, GroupJoinError) as error:
             return reply({"success": False, "message": str(error)}, 400)
         except KeyError as error:
             return reply({"success": False, "message": f"the field {error} is missing"}, 400)
 
     return handler
+
+
+async def _unless_client_leaves(http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Response:
+    """The answer of `work`, which is cancelled when nobody waits for it any more.
+
+    So a call that timed out while it waited for requests in flight does not take effect later.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(http))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return reply(task.result())
+        logger.warning("%s: the client closed the connection before the answer", http.url.path)
+        return error_reply("the client closed the connection", 499)
+    finally:
+        task.cancel()
+        gone.cancel()
 
 
 async def _run(service: Service, function: Callable[[], Any]) -> Any:

@@ -153,7 +153,7 @@ class Engine:
         gone = self.released & {"weights", "kv_cache"}
         if gone:
             return f"memory is released ({', '.join(sorted(gone))}): call /resume_memory_occupation first"
-        missing = self.scheduler.model.weights.missing
+        missing = list(self.scheduler.model.weights.missing)  # at once: the engine thread may be changing it
         if missing:
             return f"{len(missing)} weights have no content since they were released (first: {min(missing)}): update them first"
         return None
@@ -189,10 +189,10 @@ class Engine:
             self._abort_one(request)
         return len(matching)
 
-    def abort_exactly(self, rid: str) -> None:
-        """Abort one request whose client has gone."""
+    def abort_exactly(self, rids: list[str]) -> None:
+        """Abort requests whose client has gone."""
         for request in [*self.scheduler.all_requests(), *self.held]:
-            if request.rid == rid:
+            if request.rid in rids:
                 self._abort_one(request)
 
     def _abort_one(self, request: Request) -> None:

@@ -1,18 +1,17 @@
-"""`/generate`: from a JSON body to requests, and from requests to SGLang's answer."""
+"""`/generate`: from a JSON body to requests."""
 
 from __future__ import annotations
 
 import secrets
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from miles.backends.embedded_engine.model_config import ModelConfig
-from miles.backends.embedded_engine.request import Request, TopLogprobs
+from miles.backends.embedded_engine.request import Request
 from miles.backends.embedded_engine.sampling_params import RequestError, SamplingParams, parse_sampling_params
-from miles.backends.embedded_engine.stopping import GrowingText, final_text
+from miles.backends.embedded_engine.stopping import GrowingText
 from miles.utils.seeds import derive_seed
 
 # Fields of SGLang's request that this engine implements; a list where a batch may give one value a prompt.
@@ -118,7 +117,7 @@ def parse_generate(body: Any, facts: EngineFacts, emit: Callable[[Request], None
     ]
     if problems:
         raise RequestError("; ".join(problems))
-    requests = []
+    requests: list[Request] = []
     for i in range(n):
         for copy in range(params[i].n):
             requests.append(
@@ -184,7 +183,7 @@ def _prompts(body: dict[str, Any], facts: EngineFacts) -> tuple[list[list[int]],
         return (ids if as_list else [ids]), as_list
     if facts.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: send input_ids instead of text")
-    texts = [text] if isinstance(text, str) else text
+    texts: list[str] = [text] if isinstance(text, str) else list(text or ())
     if not all(isinstance(t, str) for t in texts):
         raise RequestError("text must be a string or a list of strings")
     return [facts.tokenizer.encode(t) for t in texts], not isinstance(text, str)
@@ -253,73 +252,3 @@ def _seed(params: SamplingParams, copy: int) -> int:
     if params.sampling_seed is None:
         return secrets.randbits(64)
     return params.sampling_seed % 2**64 if copy == 0 else derive_seed(params.sampling_seed, copy)
-
-
-# ---- answers -----------------------------------------------------------------------------------------------------
-
-
-def answer(request: Request, call: GenerateCall, facts: EngineFacts, weight_version: str) -> dict[str, Any]:
-    """The response object of one request as it stands: final, or a chunk of a stream (cumulative)."""
-    out: dict[str, Any] = {}
-    finish = request.finish_reason
-    ids = list(request.output_ids)
-    if facts.tokenizer is not None:
-        out["text"] = final_text(facts.tokenizer, ids, request.params, finish)
-    out["output_ids"] = ids
-    out["meta_info"] = meta_info(request, facts, weight_version, call.text_in_logprobs, finish, len(ids))
-    if call.return_prompt_token_ids:
-        out["prompt_token_ids"] = request.input_ids
-    return out
-
-
-def meta_info(
-    request: Request, facts: EngineFacts, weight_version: str, text_in_logprobs: bool, finish: dict | None, n: int
-) -> dict[str, Any]:
-    """SGLang's meta_info over the first `n` output tokens; the engine may be appending more meanwhile."""
-
-    def text(token: int) -> str | None:
-        return facts.tokenizer.decode([token]) if text_in_logprobs and facts.tokenizer is not None else None
-
-    meta: dict[str, Any] = {
-        "id": request.rid,
-        "finish_reason": finish,
-        "prompt_tokens": len(request.input_ids),
-        "completion_tokens": n,
-        "cached_tokens": request.cached_tokens,
-        "cached_tokens_details": None,
-        "reasoning_tokens": 0,
-        "weight_version": request.weight_version or weight_version,
-        "weight_versions": request.version_spans(),
-        "num_retractions": request.retractions,
-        "dp_rank": None,
-        "e2e_latency": time.monotonic() - request.arrived,
-        "response_sent_to_client_ts": time.time(),
-    }
-    if request.return_logprob:
-        meta |= _logprobs(request, text, n)
-    if request.return_routed_experts:
-        meta["routed_experts"] = request.encoded_routes()
-    return meta
-
-
-def _logprobs(request: Request, text: Callable[[int], str | None], n: int) -> dict[str, Any]:
-    def rows(tops: Sequence[TopLogprobs | None]) -> list[Any]:
-        return [None if top is None else [[p, t, text(t)] for p, t in top] for top in tops]
-
-    prompt = request.input_ids[request.logprob_start_len :] if request.input_logprobs else []
-    meta: dict[str, Any] = {
-        "input_token_logprobs": [
-            [p, t, text(t)] for p, t in zip(request.input_logprobs, prompt[: len(request.input_logprobs)], strict=True)
-        ],
-        "output_token_logprobs": [
-            [p, t, text(t)] for p, t in zip(request.output_logprobs[:n], request.output_ids[:n], strict=True)
-        ],
-        "output_token_logprobs_length": n,
-    }
-    if request.top_logprobs_num:
-        meta["input_top_logprobs"] = rows(request.input_top)
-        meta["output_top_logprobs"] = rows(request.output_top[:n])
-    if request.token_ids_logprob:
-        meta["input_token_ids_logprobs"] = rows(request.input_chosen)
-        meta["output_token_ids_logprobs"] = rows(request.output_chosen[:n])
-    return meta

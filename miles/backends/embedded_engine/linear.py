@@ -61,22 +61,29 @@ class Linear:
         """x [rows, in], contiguous -> [rows, out]."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return F.linear(x, self._plain, self.bias)
+        return self._multiply(x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + product."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
-        return residual + F.linear(x, self._plain, self.bias)
+        return residual + self._multiply(x)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(product)."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "swish", [], "")
-        return F.silu(F.linear(x, self._plain, self.bias))
+        return F.silu(self._multiply(x))
 
     def times(self, other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """other * product, elementwise."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, "mul")
-        return other * F.linear(x, self._plain, self.bias)
+        return other * self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self._plain is None:
+            raise RuntimeError(
+                f"a weight matrix of shape {self.shape} has no content: it was released, or never sealed"
+            )
+        return F.linear(x, self._plain, self.bias)

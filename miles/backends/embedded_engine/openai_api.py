@@ -12,8 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from miles.backends.embedded_engine.answers import meta_info
 from miles.backends.embedded_engine.delivery import Outlet
-from miles.backends.embedded_engine.generate_api import EngineFacts, GenerateCall, meta_info, parse_generate
+from miles.backends.embedded_engine.generate_api import EngineFacts, GenerateCall, parse_generate
 from miles.backends.embedded_engine.http_app import (
     Handler,
     Service,

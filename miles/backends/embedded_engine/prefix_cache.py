@@ -78,7 +78,8 @@ class PrefixCache:
         if not self.enabled:
             return
         node = self.roots.setdefault(namespace, Node((), -1, None))
-        path, copies = [], []
+        path: list[Node] = []
+        copies: list[tuple[int, int]] = []
         for i, start in enumerate(range(0, len(tokens), PAGE)):
             chunk = tuple(tokens[start : start + PAGE])
             child, shared = self._best_child(node, chunk)

@@ -15,11 +15,11 @@ from miles.backends.embedded_engine.decode_batch import DecodeBatch
 from miles.backends.embedded_engine.forward import Model
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
 from miles.backends.embedded_engine.prefix_cache import PrefixCache
+from miles.backends.embedded_engine.prompt_outputs import route_table, score_prompt, scored_prompt_tokens, store_routes
 from miles.backends.embedded_engine.request import Request, finish_abort, finish_length
 from miles.backends.embedded_engine.sampler import SamplingBatch, sample, top_logprobs
 
 _SIBLING_TOKENS = 32  # requests that share this many first tokens wait for the first of them to fill the cache
-_SCORE_ROWS = 256  # prompt positions scored at once: bounds the [rows, vocab] logits
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Scheduler:
         self._drop_pages(request)
         request.retractions += 1
         self._forget(request)
-        if len(request.input_logprobs) < self._scored_prompt_tokens(request):
+        if len(request.input_logprobs) < scored_prompt_tokens(request):
             request.input_logprobs, request.input_top, request.input_chosen = [], [], []
         self.waiting.appendleft(request)
 
@@ -208,7 +208,7 @@ class Scheduler:
         hidden = self._forward(torch.tensor(ids), torch.from_numpy(positions), plan, spans)
         done, last_rows, row = [], [], 0
         for request, span in spans:
-            self._score_prompt(request, span, hidden[row : row + span.end - span.start])
+            score_prompt(self.model, request, span, hidden[row : row + span.end - span.start])
             row += span.end - span.start
             request.kv_len = span.end
             if span.end == request.length:
@@ -225,11 +225,11 @@ class Scheduler:
         routes: list[torch.Tensor] | None = [] if self.config.moe is not None else None
         hidden = self.model.hidden(ids.to(device), positions.to(device), plan, self.pool.kv, routes)
         if routes:
-            table, row = self._route_table(routes), 0
+            table, row = route_table(self.config, routes), 0
             for request, span in spans:
                 part = table[row : row + span.end - span.start]
                 row += len(part)
-                self._store_routes(request, span.start, part)
+                store_routes(self.pool, request, span.start, part)
         return hidden
 
     def _after_prefill(self, done: list[Request], hidden: torch.Tensor, last_rows: list[int]) -> None:
@@ -254,54 +254,6 @@ class Scheduler:
         self._sampling = None
         self._accept(requests, *sample(logits, batch, positions))
 
-    # ---- prompt scores and routes --------------------------------------------------------------------------------
-
-    @staticmethod
-    def _scored_prompt_tokens(request: Request) -> int:
-        if not request.return_logprob or request.logprob_start_len < 0:
-            return 0
-        return len(request.input_ids) - request.logprob_start_len
-
-    def _score_prompt(self, request: Request, span: Span, hidden: torch.Tensor) -> None:
-        """Log-probs of prompt tokens under the model itself (no temperature, no filters); the first has none."""
-        wanted = self._scored_prompt_tokens(request)
-        if len(request.input_logprobs) >= wanted:
-            return
-        if not request.input_logprobs:
-            request.input_logprobs.append(None)
-            request.input_top.append(None)
-            request.input_chosen.append(None)
-        start = max(span.start, request.logprob_start_len)
-        end = min(span.end, len(request.input_ids) - 1)
-        for first in range(start, end, _SCORE_ROWS):
-            last = min(first + _SCORE_ROWS, end)
-            rows = hidden[first - span.start : last - span.start]
-            pad = -len(rows) % 8
-            if pad:
-                rows = torch.cat([rows, rows[:1].expand(pad, -1)])
-            logp = torch.log_softmax(self.model.logits(rows), dim=-1)[: last - first]
-            targets = torch.tensor(request.input_ids[first + 1 : last + 1], device=logp.device)
-            request.input_logprobs.extend(logp.gather(1, targets[:, None])[:, 0].tolist())
-            for row in logp if request.top_logprobs_num or request.token_ids_logprob else ():
-                request.input_top.append(top_logprobs(row, request.top_logprobs_num))
-                request.input_chosen.append([(row[t].item(), t) for t in request.token_ids_logprob])
-
-    def _route_table(self, routes: list[torch.Tensor]) -> torch.Tensor:
-        """Experts of every layer, [rows, layers, top_k] int32 on the host; dense layers are 0."""
-        assert self.config.moe is not None
-        rows, top_k = routes[0].shape
-        table = torch.zeros(rows, self.config.num_layers, top_k, dtype=torch.int32)
-        for layer, chosen in zip(sorted(self.config.moe.sparse_layers), routes, strict=True):
-            table[:, layer] = chosen.to("cpu", torch.int32)
-        return table
-
-    def _store_routes(self, request: Request, start: int, table: torch.Tensor) -> None:
-        assert self.pool.routes is not None
-        position = torch.arange(start, start + len(table))
-        pages = torch.tensor(request.pages)[position // PAGE]
-        self.pool.routes[pages, position % PAGE] = table
-        request.add_routes(table.numpy(), start)
-
     # ---- decode --------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
@@ -320,9 +272,9 @@ class Scheduler:
         routes: list[torch.Tensor] | None = [] if self.config.moe is not None else None
         hidden = self.model.hidden(ids, positions, plan, self.pool.kv, routes)
         if routes:
-            table = self._route_table(routes)
+            table = route_table(self.config, routes)
             for row, request in enumerate(requests):
-                self._store_routes(request, request.kv_len, table[row : row + 1])
+                store_routes(self.pool, request, request.kv_len, table[row : row + 1])
         n = len(requests)
         logits = self.model.logits(hidden)[:n]
         for request in requests:

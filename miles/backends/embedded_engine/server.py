@@ -59,12 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-threads", type=int, default=1, help="CPU threads of the forward pass")
     add("--max-running-requests", type=int, default=64, help="requests decoded together; more wait")
     add("--max-total-tokens", type=int, help="tokens that the KV cache holds; from free memory when not given")
-    add("--chunked-prefill-size", type=int, default=2048, help="most prompt tokens computed in one step")
+    add("--chunked-prefill-size", type=int, default=1024, help="most prompt tokens computed in one step")
     add("--disable-radix-cache", action="store_true", help="never reuse the cache of a common prefix")
     add("--enable-weights-cpu-backup", action="store_true",
         help="keep a copy of the weights while their memory is released, and restore it on resume")  # fmt: skip
     add("--weight-update-timeout", type=float, default=300.0, help="deadline in seconds for joining a weight update group "
         "and for each of its transfers")  # fmt: skip
+    add("--stuck-timeout", type=float, default=120.0,
+        help="seconds that one step may take before /health answers 503")  # fmt: skip
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="what to log")
     faults = "; ".join(f"{name}: {text}" for name, text in FAULTS.items())
     add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from miles.backends.embedded_engine.engine import Engine
 from miles.backends.embedded_engine.weights import WeightError, Weights, check_tensor, load_directory
 from miles.utils.digest import dtype_name, tensor_digest
+from miles.utils.process_group import leave_group
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -104,10 +106,24 @@ class WeightSync:
     # ---- receiving (any thread) ----------------------------------------------------------------------------------
 
     def receive_distributed(self, specs: list[TensorSpec], group_name: str, flattened: bool) -> NamedTensors:
-        """Take part in rank 0's broadcasts: of one bucket, or of one tensor after another in list order."""
+        """Take part in rank 0's broadcasts: of one bucket, or of one tensor after another in list order.
+
+        Raises: WeightError; a group that failed is left, since its ranks no longer agree on what comes next.
+        """
         group = self.groups.get(group_name)
         if group is None:
             raise WeightError(f"no weight update group {group_name!r}: call /init_weights_update_group first")
+        try:
+            return self._receive(specs, group, flattened)
+        except RuntimeError as error:
+            self.groups.pop(group_name, None)
+            with contextlib.suppress(Exception):
+                leave_group(group, abort=True)
+            raise WeightError(
+                f"the transfer over group {group_name!r} failed, and this rank left it: {error}"
+            ) from error
+
+    def _receive(self, specs: list[TensorSpec], group: dist.ProcessGroup, flattened: bool) -> NamedTensors:
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.weights.device
         if flattened:
             flat = torch.empty(sum(s.nbytes for s in specs), dtype=torch.uint8, device=device)

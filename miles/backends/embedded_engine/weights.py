@@ -24,7 +24,7 @@ class Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], None]
+    write: Callable[[torch.Tensor], object]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Weights:
             self._rows(f"{prefix}.self_attn.{name}_proj", qkv, rows, bias=c.qkv_bias)
         output = self._linear(c.hidden_size, q, bias=c.output_bias)
         self._rows(f"{prefix}.self_attn.o_proj", output, slice(0, c.hidden_size), bias=c.output_bias)
-        norms = {"q_norm": None, "k_norm": None}
+        norms: dict[str, torch.Tensor | None] = {"q_norm": None, "k_norm": None}
         if c.qk_norm:
             norms = {n: self._tensor(f"{prefix}.self_attn.{n}.weight", (c.head_dim,)) for n in norms}
         sparse = c.moe is not None and i in c.moe.sparse_layers
@@ -226,14 +226,14 @@ class Weights:
         for linear in self._linears:
             linear.free()
         for tensor, _ in self._plain_tensors:
-            tensor.set_(tensor.new_empty(0))
+            tensor.data = tensor.new_empty(0)
         self.released, self.missing = True, set(self.slots)
         self.epoch += 1
 
     def restore_storage(self) -> None:
         """Allocate again what `release` freed. The content is zero until it is written."""
         for tensor, shape in self._plain_tensors:
-            tensor.set_(tensor.new_zeros(shape))
+            tensor.data = tensor.new_zeros(shape)
         self.released = False
 
     def nbytes(self) -> int:

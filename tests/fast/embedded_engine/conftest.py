@@ -96,7 +96,7 @@ class Server:
 
 
 def start_server(model_path: Path, log_path: Path, *faults: str, **options: Any) -> Server:
-    args = SimpleNamespace(train_device="cpu", weight_update_timeout=10.0, **options)
+    args = SimpleNamespace(train_device="cpu", weight_update_timeout=6.0, **options)
     process = launch(
         args, index=0, host="127.0.0.1", port=0, admin_key=ADMIN_KEY, model_path=str(model_path), log_path=log_path,
         weight_version=0, faults=faults,

@@ -110,7 +110,7 @@ def test_text_in_and_stop_tokens_out(server):
 
 
 def test_a_stream_grows_to_the_same_answer(server):
-    payload = {"input_ids": prompt(12), "sampling_params": SHORT | {"max_new_tokens": 40}, "return_logprob": True}
+    payload = {"input_ids": prompt(12), "sampling_params": SHORT | {"max_new_tokens": 600}, "return_logprob": True}
 
     async def collect():
         async with EngineClient(server.url) as client:

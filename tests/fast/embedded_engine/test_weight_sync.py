@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 
 from miles.backends.embedded_engine.payloads import FlattenedTensorMetadata, decode_tensors
 from miles.backends.embedded_engine.weights import WeightError
-from miles.backends.engine_api.errors import EngineRejected
+from miles.backends.engine_api.errors import EngineRejected, EngineTimeout
 from miles.utils.digest import tensor_digest
 from miles.utils.process import reserve_port
 from miles.utils.process_group import join_group, leave_group
@@ -173,7 +173,7 @@ def test_a_lossless_cast_is_taken(server, group):
 
 
 def test_a_group_that_never_forms_is_an_error_and_its_name_stays_free(server):
-    with reserve_port() as nobody, pytest.raises(EngineRejected, match="could not reach rank 0's store within 10 s"):
+    with reserve_port() as nobody, pytest.raises(EngineRejected, match="could not reach rank 0's store within 6 s"):
         server.call("init_weights_update_group", "127.0.0.1", nobody.getsockname()[1] ^ 1, 1, 2, "lonely", "gloo")
     with pytest.raises(EngineRejected, match="no weight update group 'lonely'"):
         server.call("destroy_weights_update_group", "lonely")
@@ -360,3 +360,35 @@ def test_released_weights_generate_nothing_until_all_are_back(server, other, oth
     assert_serves(server, other_dir, 3)
     with pytest.raises(EngineRejected, match="not released: weights"):
         server.call("resume_memory", ["weights"])
+
+
+def test_an_update_whose_caller_gave_up_does_not_happen_later(server):
+    """It would open a session that nobody closes, and the engine would never generate again."""
+    payload = {"input_ids": prompt(9), "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: server.call("generate", payload))
+    thread.start()
+    while not server.call("server_info")["internal_states"][0]["num_running_reqs"]:
+        pass
+    with pytest.raises(EngineTimeout):
+        server.call("begin_weight_update", timeout_s=0.2)
+    thread.join(30)
+    server.call("generate", PAYLOAD)
+    assert not server.call("server_info")["weight_update_open"]
+
+
+def test_a_sender_that_leaves_in_mid_transfer_is_an_error(server, group):
+    server.call("begin_weight_update")
+    failure = []
+
+    def call():
+        try:
+            server.call("update_weights_from_distributed", ["model.norm.weight"], ["float32"], [[32]], group.name)
+        except EngineRejected as error:
+            failure.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    leave_group(group.group, abort=True)
+    thread.join(30)
+    assert "transfer over group" in failure[0] and "failed" in failure[0]
+    group.close = lambda: None  # both sides have left
