@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on a real pretrained model, SmolLM2-135M-Instruct, on a CPU: a few steps. Evidence: smoke run, no full curve.
+# GRPO on a real pretrained model, SmolLM2-135M-Instruct, on a CPU: a few steps. Evidence: not verified (no full curve).
 #
 # Task: reasoning-gym's spell_backward with words of three letters. The verifier pays the share of letters in their place,
 # which this model earns now and then, so most groups of samples have something to compare.
