@@ -26,7 +26,7 @@ ensure_venv() {
         "$python" -m venv "$dir" || die "python -m venv failed: on Debian and Ubuntu, install the python3-venv package."
     fi
     stamp="$(pwd) [$extras] $(cksum <pyproject.toml)"
-    if [ "$(cat "$dir/miles-installed" 2>/dev/null)" = "$stamp" ]; then
+    if grep -qxF "$stamp" "$dir/miles-installed" 2>/dev/null; then
         return
     fi
     echo "installing miles[$extras] and what it needs (a few minutes the first time; log: $dir/install.log)"
@@ -34,5 +34,5 @@ ensure_venv() {
         tail -n 20 "$dir/install.log" >&2
         die "pip could not install miles[$extras]; the whole log is $dir/install.log"
     fi
-    echo "$stamp" >"$dir/miles-installed"
+    echo "$stamp" >>"$dir/miles-installed"
 }

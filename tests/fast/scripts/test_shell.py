@@ -56,7 +56,7 @@ def test_an_installation_is_not_repeated_until_something_changes(tmp_path):
     python = venv / "bin" / "python"
     python.write_text(f"#!/bin/sh\necho ran >> {tmp_path}/calls\n")
     python.chmod(0o755)
-    done = bash(f"source scripts/venv.sh; for e in cpu cpu cpu,dev; do ensure_venv {venv} $e; done")
+    done = bash(f"source scripts/venv.sh; for e in cpu cpu cpu,dev cpu; do ensure_venv {venv} $e; done")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "calls").read_text().count("ran") == 2
 
