@@ -128,8 +128,7 @@ class DecodePlan:
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [rows, heads, dim] -> [rows, heads * dim]."""
-        assert self.pool.kv is not None
-        keys, values = self.pool.kv[layer, 0, : self.pages], self.pool.kv[layer, 1, : self.pages]
+        keys, values = self.pool.keys[layer][: self.pages], self.pool.values[layer][: self.pages]
         rows, heads, dim = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -167,8 +166,7 @@ class ExtendPlan:
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, dim] -> [tokens, heads * dim]."""
-        assert self.pool.kv is not None
-        keys, values = self.pool.kv[layer, 0], self.pool.kv[layer, 1]
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
         tokens, heads, dim = q.shape
         kv_heads, group = heads // self.group, self.group
         tiles = q.new_zeros(self.num_tiles * TILE, heads * dim)

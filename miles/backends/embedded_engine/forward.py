@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from miles.backends.embedded_engine.model_config import ModelConfig
 from miles.backends.embedded_engine.moe import moe_forward
-from miles.backends.embedded_engine.weights import Experts, Layer, Mlp, Weights
+from miles.backends.embedded_engine.weights import Experts, Mlp, Weights
 
 
 class AttentionPlan(Protocol):
@@ -20,15 +19,13 @@ class AttentionPlan(Protocol):
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor: ...
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32; no weight, no scaling."""
-    if x.device.type != "cpu":
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    wide = x.float()
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32; weight [..., dim] broadcasts against x."""
+    wide = x if x.dtype == torch.float32 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-    out = (wide * scale).to(x.dtype)
-    return out if weight is None else out.mul_(weight)
+    scale = torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    out = wide * scale
+    return (out if out.dtype == x.dtype else out.to(x.dtype)).mul_(weight)
 
 
 class RopeTable:
@@ -54,6 +51,9 @@ class Model:
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config, self.weights = config, weights
         self.rope = RopeTable(config, weights.device, weights.dtype)
+        self._eps = torch.tensor(config.rms_norm_eps, device=weights.device)
+        self._qk_norms: list[torch.Tensor] = []
+        self._qk_norms_epoch = -1
 
     def hidden(
         self,
@@ -68,11 +68,13 @@ class Model:
         Keys and values are written into `kv` (PagePool.kv) at the plan's slots. A `routes` list receives the experts of
         each layer, [rows, top_k].
         """
-        eps = self.config.rms_norm_eps
+        eps = self._eps
+        qk_norms = self._current_qk_norms()
         cos, sin = self.rope.cos.index_select(0, positions), self.rope.sin.index_select(0, positions)
         x = self.weights.embedding.index_select(0, ids)
         for i, layer in enumerate(self.weights.layers):
-            attended = self._attention(i, layer, rms_norm(x, layer.input_norm, eps), cos, sin, plan, kv)
+            h = rms_norm(x, layer.input_norm, eps)
+            attended = self._attention(i, layer.qkv(h), qk_norms, cos, sin, plan, kv)
             x = layer.output.add_to(x, attended)
             h = rms_norm(x, layer.post_norm, eps)
             if isinstance(layer.mlp, Mlp):
@@ -85,26 +87,36 @@ class Model:
     def _attention(
         self,
         i: int,
-        layer: Layer,
-        h: torch.Tensor,
+        qkv: torch.Tensor,
+        qk_norms: list[torch.Tensor],
         cos: torch.Tensor,
         sin: torch.Tensor,
         plan: AttentionPlan,
         kv: torch.Tensor,
     ) -> torch.Tensor:
         c = self.config
-        heads = layer.qkv(h).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        turning = c.num_heads + c.num_kv_heads  # queries and keys are rotated, values are not
+        heads = qkv.view(-1, turning + c.num_kv_heads, c.head_dim)
         rotated = torch.empty_like(heads)
-        turning = c.num_heads + c.num_kv_heads
         qk = heads[:, :turning]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = rms_norm(qk, None, c.rms_norm_eps)
-            qk[:, : c.num_heads].mul_(layer.q_norm)
-            qk[:, c.num_heads :].mul_(layer.k_norm)
+        if qk_norms:
+            qk = rms_norm(qk, qk_norms[i], self._eps)
         rotate(qk, cos, sin, rotated[:, :turning])
         rotated[:, turning:].copy_(heads[:, turning:])
         kv[i].view(-1, c.head_dim).index_put_((plan.slots,), rotated[:, c.num_heads :])
         return plan.attend(i, rotated[:, : c.num_heads])
+
+    def _current_qk_norms(self) -> list[torch.Tensor]:
+        """Each layer's query and key norm weights, a row a head: [heads + kv_heads, head_dim]. Renewed with the weights."""
+        c, weights = self.config, self.weights
+        if c.qk_norm and self._qk_norms_epoch != weights.epoch:
+            self._qk_norms = [
+                torch.cat([layer.q_norm.expand(c.num_heads, -1), layer.k_norm.expand(c.num_kv_heads, -1)])
+                for layer in weights.layers
+                if layer.q_norm is not None and layer.k_norm is not None
+            ]
+            self._qk_norms_epoch = weights.epoch
+        return self._qk_norms
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] fp32."""

@@ -30,7 +30,7 @@ def _lazy_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 
 
 class PagePool:
-    """`kv` is [layers, 2, pages, kv_heads, PAGE, head_dim]; index 0 of the second axis are keys, 1 values.
+    """`kv` is [layers, 2, pages, kv_heads, PAGE, head_dim]; `keys` and `values` are its views, one a layer.
 
     `routes` (sparse models) is [pages, PAGE, layers, top_k]: the experts that each cached token went through.
     """
@@ -48,12 +48,15 @@ class PagePool:
         c = self.config
         shape = (c.num_layers, 2, self.pages, c.num_kv_heads, PAGE, c.head_dim)
         self.kv = _lazy_zeros(shape, self.device, self.dtype)
+        self.keys = [self.kv[i, 0] for i in range(c.num_layers)]
+        self.values = [self.kv[i, 1] for i in range(c.num_layers)]
         self.routes: torch.Tensor | None = None
         if c.moe is not None:
             self.routes = _lazy_zeros((self.pages, PAGE, c.num_layers, c.moe.top_k), torch.device("cpu"), torch.int32)
 
     def free_storage(self) -> None:
         self.kv = self.routes = None
+        self.keys, self.values = [], []
 
     def take_low(self) -> int | None:
         """A page for a running request, or None when all are in use."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles.backends.embedded_engine.sampler import SamplingBatch, sample, uniform
+from miles.backends.embedded_engine.sampler import SamplingBatch, invert_cdf, sample, uniform
 from miles.backends.embedded_engine.sampling_params import RequestError, parse_sampling_params
 from tests.fast.embedded_engine.conftest import make_request
 
@@ -85,6 +85,20 @@ def test_a_draw_depends_on_seed_and_position_alone(logits):
     assert many[1] == one[0]
     draws = {draw(logits[None] * 0, request(sampling_seed=5), positions=np.array([i]))[0].item() for i in range(40)}
     assert len(draws) > 20
+
+
+def test_a_large_vocabulary_is_drawn_from_in_blocks():
+    vocab = 20_001
+    probs = torch.zeros(4000, vocab)
+    tokens = torch.tensor([0, 255, 256, 9000, 20_000])
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15])
+    probs[:, tokens] = weights
+    u = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1] + 1.0 / 8000
+    drawn = invert_cdf(probs, u)
+    expected = tokens[torch.searchsorted(weights.double().cumsum(0), u)]
+    assert torch.equal(drawn, expected)
+    edges = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert invert_cdf(probs[:2], edges).tolist() == [0, 20_000]
 
 
 def test_random_numbers_are_uniform_and_differ_between_neighbours():
