@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import ray
 
-from miles.ray.coordinator import WeightUpdateCoordinator
+from miles.ray.coordinator import RemoteWeightUpdateCoordinator
 from miles.ray.placement import Placement, connect_ray, demand_of
-from miles.ray.rollout_manager import RolloutBatch, RolloutManager
+from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
 from miles.ray.train_group import TrainGroup
 from miles.tracking.progress import Progress
 from miles.tracking.tracker import Tracker
@@ -68,7 +68,7 @@ class Cluster:
         connect_ray(demand)
         self.placement = Placement(demand, args.cluster_wait_timeout)
         self.progress.status("starting engines and trainer")
-        self.manager = RolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
+        self.manager = RemoteRolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
         started = self.manager.start.remote()
         if not args.debug_rollout_only:
             self.trainer = TrainGroup(args, self.placement)
@@ -83,7 +83,7 @@ class Cluster:
         await self._restore()
         if self._updates_weights:
             assert self.trainer is not None
-            self.coordinator = WeightUpdateCoordinator.options(num_cpus=0, max_concurrency=16).remote(
+            self.coordinator = RemoteWeightUpdateCoordinator.options(num_cpus=0, max_concurrency=16).remote(
                 args, self.manager, self.trainer.actors, self._restored_version
             )
             await self.manager.set_coordinator.remote(self.coordinator)

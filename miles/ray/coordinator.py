@@ -21,7 +21,6 @@ class WeightUpdateError(RuntimeError):
     """No attempt to bring the engines to the trainer's weights succeeded."""
 
 
-@ray.remote(max_restarts=0)
 class WeightUpdateCoordinator:
     """Owns the run's one weight version: 0 before the first update, then one more with each commit."""
 
@@ -103,3 +102,6 @@ class WeightUpdateCoordinator:
             if outcome.succeeded:
                 self._current[engine.index] = engine.incarnation
             return CatchUp.CURRENT if outcome.succeeded else CatchUp.FAILED
+
+
+RemoteWeightUpdateCoordinator: Any = ray.remote(max_restarts=0)(WeightUpdateCoordinator)

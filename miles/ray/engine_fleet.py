@@ -16,7 +16,7 @@ import ray
 from miles.backends.engine_api.client import EngineClient, EngineError
 from miles.backends.engine_api.errors import EngineStartError
 from miles.ray.placement import Placement
-from miles.ray.rollout_engine import RolloutEngine
+from miles.ray.rollout_engine import RemoteRolloutEngine
 from miles.router.engine_pool import EnginePool
 from miles.weight_update.types import EngineEndpoint
 
@@ -89,7 +89,7 @@ class EngineFleet:
         rank = self.placement.demand.rollout_offset + index * self.args.rollout_num_gpus_per_engine
         share = 0.2 if self.args.colocate or self.args.train_device == "cuda" else 1.0
         options = self.placement.actor_options(rank, share)
-        return RolloutEngine.options(**options).remote(self.args, index, self.admin_key)
+        return RemoteRolloutEngine.options(**options).remote(self.args, index, self.admin_key)
 
     async def _launch(self, slot: EngineSlot) -> None:
         """Start the slot's server; afterwards it is alive and STALE."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ def connect_ray(demand: Demand) -> None:
     # Ray would otherwise give every worker as many OpenMP threads as it has CPUs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "include_dashboard": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="warning")
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.WARNING)
         return
     # CPUs are logical here: without GPUs every rank takes one, and a laptop may have fewer than ranks.
     cpus = max(demand.bundles + 4, os.cpu_count() or 1)
@@ -108,6 +109,8 @@ class Placement:
         self.order = sorted(range(demand.bundles), key=lambda i: (_address_key(address[nodes[i]]), i))
 
     def strategy(self, logical_rank: int) -> PlacementGroupSchedulingStrategy:
+        if self.group is None:
+            raise PlacementError("this run has no ranks to place")
         return PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.order[logical_rank]
         )

@@ -13,7 +13,6 @@ from miles.utils.process import tail, terminate
 from miles.utils.process_logging import log_path, redirect_to_log
 
 
-@ray.remote(max_restarts=0)
 class RolloutEngine:
     """Owns one engine server process. A plain synchronous actor: the process is tied to its main thread's life."""
 
@@ -28,7 +27,7 @@ class RolloutEngine:
         from miles.backends.engine_api.launcher import load_launcher
 
         launch = load_launcher(self.args.rollout_engine)
-        self.engine = launch(
+        self.engine = engine = launch(
             self.args,
             index=self.index,
             host=ray.util.get_node_ip_address(),
@@ -40,14 +39,14 @@ class RolloutEngine:
         )
 
         async def ready() -> None:
-            client = EngineClient(self.engine.url, admin_key=self.admin_key)
+            client = EngineClient(engine.url, admin_key=self.admin_key)
             try:
-                await wait_ready(client, self.engine, self.args.engine_start_timeout)
+                await wait_ready(client, engine, self.args.engine_start_timeout)
             finally:
                 await client.close()
 
         asyncio.run(ready())
-        return self.engine.url
+        return engine.url
 
     def poll(self) -> int | None:
         """The server's exit code, None while it runs."""
@@ -67,3 +66,6 @@ class RolloutEngine:
     def _log_path(self, incarnation: int) -> Path:
         suffix = f"_restart{incarnation}" if incarnation else ""
         return log_path(self.args.run_dir, f"engine_{self.index}{suffix}")
+
+
+RemoteRolloutEngine: Any = ray.remote(max_restarts=0)(RolloutEngine)

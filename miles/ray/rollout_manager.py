@@ -26,11 +26,10 @@ class RolloutBatch:
 
     rollout_id: int
     data_ref: list[Any]  # one reference to a TrainShard for each data-parallel rank
-    sample_indices: list[int]
+    sample_indices: list[int | None]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@ray.remote(max_restarts=0)
 class RolloutManager:
     """One per run, without a GPU."""
 
@@ -108,7 +107,7 @@ class RolloutManager:
             groups: Any = samples
         else:
             await self._refresh_stale_engines()
-            output = await self.rollout_fn(RolloutFnTrainInput(rollout_id=rollout_id, weight_version=version))
+            output: Any = await self.rollout_fn(RolloutFnTrainInput(rollout_id=rollout_id, weight_version=version))
             groups, extra = output.samples, dict(output.metrics or {})
         seconds = time.monotonic() - started
         samples, metadata = postprocess_rollout(args, groups)
@@ -152,7 +151,7 @@ class RolloutManager:
 
         started = time.monotonic()
         await self._refresh_stale_engines()
-        output = await self.eval_fn(
+        output: Any = await self.eval_fn(
             RolloutFnEvalInput(rollout_id=rollout_id, weight_version=str(self.published_version))
         )
         save_debug_eval(self.args, rollout_id, output.data)
@@ -203,3 +202,6 @@ class RolloutManager:
 
     async def load(self, rollout_id: int) -> None:
         await asyncio.to_thread(self.data_source.load, rollout_id)
+
+
+RemoteRolloutManager: Any = ray.remote(max_restarts=0)(RolloutManager)

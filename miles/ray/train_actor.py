@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import socket
 import threading
 import time
 import warnings
@@ -36,7 +37,6 @@ class TrainerInfo:
     driver_state: dict[str, Any] | None
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"weights": 1, "watch": 1})
 class TrainActor:
     """A rank of the train group. Work runs in the default group; a dead engine is caught up from the `weights` group,
     so that it need not wait for the training step in progress."""
@@ -47,13 +47,13 @@ class TrainActor:
         # Batches are read-only views into the object store, and nothing writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.args, self.rank, self.world_size = args, rank, world_size
-        self._listener = None
+        self._listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Rank 0: an address that the other ranks can reach, held open until they do."""
         address = ray.util.get_node_ip_address()
-        self._listener = reserve_port(address)
-        return address, self._listener.getsockname()[1]
+        self._listener = listener = reserve_port(address)
+        return address, listener.getsockname()[1]
 
     def init(self, address: str, port: int) -> TrainerInfo:
         """Join the process group and load the model."""
@@ -145,3 +145,7 @@ class TrainActor:
 
     def export_hf(self, directory: str) -> None:
         self.backend.export_hf(Path(directory))
+
+
+_OPTIONS: Any = {"max_restarts": 0, "concurrency_groups": {"weights": 1, "watch": 1}}
+RemoteTrainActor: Any = ray.remote(**_OPTIONS)(TrainActor)

@@ -10,7 +10,7 @@ import ray
 
 from miles.ray.placement import Placement
 from miles.ray.rollout_manager import RolloutBatch
-from miles.ray.train_actor import TrainActor, TrainerInfo
+from miles.ray.train_actor import RemoteTrainActor, TrainerInfo
 from miles.utils.process import tail
 from miles.utils.process_logging import log_path
 
@@ -27,7 +27,7 @@ class TrainGroup:
         world = placement.demand.trainer
         share = 0.4 if args.colocate or placement.demand.gpus else 1.0
         self.actors = [
-            TrainActor.options(**placement.actor_options(rank, share)).remote(args, rank, world)
+            RemoteTrainActor.options(**placement.actor_options(rank, share)).remote(args, rank, world)
             for rank in range(world)
         ]
         self.info: TrainerInfo | None = None

@@ -15,5 +15,5 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3-128 of dtype, shape and the bytes in C order, as 32 hex digits. Any device; copies to the host once."""
     data = tensor.detach().contiguous().cpu()
     state = xxhash.xxh3_128(f"{dtype_name(data.dtype)}{tuple(data.shape)}".encode())
-    state.update(data.reshape(-1).view(torch.uint8).numpy())
+    state.update(data.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
     return state.hexdigest()
