@@ -15,6 +15,7 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_
 
 ruff check .
 ruff format --check .
+mypy
 lint-imports
 python -m pytest -q tests/fast "$@"
 python -m pytest -q tests/e2e "$@"
