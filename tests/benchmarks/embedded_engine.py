@@ -21,13 +21,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import torch
 
 from miles.backends.embedded_engine.launch import launch
 from miles.backends.engine_api.client import EngineClient
-from miles.backends.engine_api.launcher import wait_ready
+from miles.backends.engine_api.launcher import EngineProcess, wait_ready
 from miles.utils.process import terminate
+
+
+ADMIN_KEY = "benchmark"
 
 
 @dataclass(frozen=True)
@@ -109,23 +111,36 @@ def logprob_difference(model: Any, prompts: list[list[int]], answers: list[dict[
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
-async def engine_round(url: str, prompts: list[list[int]], work: Workload, seed: int) -> tuple[float, list[dict]]:
+async def engine_round(
+    client: EngineClient, prompts: list[list[int]], work: Workload, seed: int
+) -> tuple[float, list[dict[str, Any]]]:
     """Seconds from the first request sent to the last answer parsed; every prompt is its own HTTP request."""
 
-    async def one(session: aiohttp.ClientSession, i: int) -> dict[str, Any]:
-        body = {
-            "input_ids": prompts[i],
-            "sampling_params": {"max_new_tokens": work.new_tokens, "temperature": 1.0, "sampling_seed": seed + i},
-            "return_logprob": True,
-        }
-        async with session.post(f"{url}/generate", json=body) as reply:
-            reply.raise_for_status()
-            return await reply.json()
+    def payload(i: int) -> dict[str, Any]:
+        params = {"max_new_tokens": work.new_tokens, "temperature": 1.0, "sampling_seed": seed + i}
+        return {"input_ids": prompts[i], "sampling_params": params, "return_logprob": True}
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        started = time.perf_counter()
-        answers = await asyncio.gather(*(one(session, i) for i in range(len(prompts))))
-        return time.perf_counter() - started, answers
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(client.generate(payload(i)) for i in range(len(prompts))))
+    return time.perf_counter() - started, answers
+
+
+async def take_turns(
+    engine: EngineProcess, model: Any, name: str, rounds: int
+) -> tuple[list[float], list[float], float]:
+    """Seconds of each round of the engine and of the reference, and the largest difference of log-probs."""
+    work, ours, theirs, difference = WORKLOADS[name], [], [], 0.0
+    async with EngineClient(engine.url, admin_key=ADMIN_KEY) as client:
+        await wait_ready(client, engine, 120.0)
+        for i in range(rounds + 1):
+            prompts = make_prompts(work, model.config.vocab_size, seed=i)
+            theirs.append(reference_round(model, prompts, work))
+            seconds, answers = await engine_round(client, prompts, work, seed=1000 * i)
+            ours.append(seconds)
+            if i == 0:
+                difference = logprob_difference(model, prompts, answers)
+            print(f"{name} round {i}: generate {theirs[-1]:.3f} s, engine {ours[-1]:.3f} s", flush=True)
+    return ours, theirs, difference
 
 
 def compare(name: str, rounds: int, threads: int) -> dict[str, Any]:
@@ -138,20 +153,11 @@ def compare(name: str, rounds: int, threads: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         args = SimpleNamespace(embedded_num_threads=threads, embedded_max_running_requests=64, train_device="cpu")
         engine = launch(
-            args, index=0, host="127.0.0.1", port=0, admin_key="benchmark", model_path=str(path),
+            args, index=0, host="127.0.0.1", port=0, admin_key=ADMIN_KEY, model_path=str(path),
             log_path=Path(folder) / "engine.log", weight_version=0,
         )  # fmt: skip
         try:
-            asyncio.run(_ready(engine))
-            ours, theirs, difference = [], [], 0.0
-            for i in range(rounds + 1):
-                prompts = make_prompts(work, model.config.vocab_size, seed=i)
-                theirs.append(reference_round(model, prompts, work))
-                seconds, answers = asyncio.run(engine_round(engine.url, prompts, work, seed=1000 * i))
-                ours.append(seconds)
-                if i == 0:
-                    difference = logprob_difference(model, prompts, answers)
-                print(f"{name} round {i}: generate {theirs[-1]:.3f} s, engine {ours[-1]:.3f} s", flush=True)
+            ours, theirs, difference = asyncio.run(take_turns(engine, model, name, rounds))
         finally:
             terminate(engine.process)
     tokens = work.requests * work.new_tokens
@@ -163,11 +169,6 @@ def compare(name: str, rounds: int, threads: int) -> dict[str, Any]:
         "max_logprob_diff": difference,
         "threads": threads,
     }
-
-
-async def _ready(engine: Any) -> None:
-    async with EngineClient(engine.url, admin_key="benchmark") as client:
-        await wait_ready(client, engine, 120.0)
 
 
 def main() -> None:

@@ -69,26 +69,53 @@ def attend_pages(
     return Partial(out, scores.amax(dim=-1), probs.amax(dim=-1).reciprocal_())
 
 
-def merge_pages(part: Partial, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Combine each query's partial results over its pages.
+@dataclass
+class PageTable:
+    """The pages of each query, in order, padded to one width n.
 
-    Args: table [queries * n] indices of pairs, bias [queries, n, 1, 1]: 0 for a page, -inf for padding. Padding comes
-        last, so it adds exact zeros.
-    Returns: [queries, kv_heads, rows, dim].
+    pairs [queries * n] indices of (query, page) pairs; bias [queries, n, 1, 1]: 0 for a page, -inf for padding;
+    bags [queries * kv_heads * rows * n] rows of `Partial.out` seen as [-1, dim], and where each bag of n begins.
     """
-    queries, n = bias.shape[:2]
-    _, heads, padded, dim = part.out.shape
+
+    pairs: torch.Tensor
+    bias: torch.Tensor
+    bags: torch.Tensor
+    starts: torch.Tensor
+
+
+def page_table(pages: np.ndarray, counts: np.ndarray, heads: int, rows: int, device: torch.device) -> PageTable:
+    """From pages [queries, n], of which `counts` [queries] are real, for `rows` query rows of each of `heads`."""
+    queries, width = pages.shape
+    padded = max(rows, MIN_ROWS)
+    bias = np.zeros((queries, width), dtype=np.float32)
+    bias[np.arange(width) >= counts[:, None]] = -np.inf
+    bags = (pages[:, None, None, :] * heads + np.arange(heads)[:, None, None]) * padded + np.arange(rows)[:, None]
+    starts = np.arange(0, bags.size, width)
+    pairs, bags = (np.ascontiguousarray(array).reshape(-1) for array in (pages, bags))
+    return PageTable(*(torch.from_numpy(array).to(device) for array in (pairs, bias[:, :, None, None], bags, starts)))
+
+
+def merge_pages(part: Partial, table: PageTable) -> torch.Tensor:
+    """Combine each query's partial results over its pages: [queries, kv_heads, rows, dim].
+
+    Padding comes last and weighs 0, so it adds exact zeros.
+    """
+    queries, n = table.bias.shape[:2]
+    _, heads, _, dim = part.out.shape
     rows = part.total.shape[2]
-    out = part.out.view(-1, heads * padded * dim).index_select(0, table)
-    out = out.view(queries, n, heads, padded, dim)[:, :, :, :rows]
-    if n == 1:
-        return out[:, 0]
     # Not torch.softmax: along a middle axis its exp rounds differently in the tail of a vector than inside it.
-    highest = part.highest.view(-1, heads * rows).index_select(0, table).view(queries, n, heads, rows) + bias
+    highest = (
+        part.highest.view(-1, heads * rows).index_select(0, table.pairs).view(queries, n, heads, rows) + table.bias
+    )
     weight = highest.sub_(highest.amax(dim=1, keepdim=True)).exp_()
-    weight.mul_(part.total.view(-1, heads * rows).index_select(0, table).view_as(weight))
+    weight.mul_(part.total.view(-1, heads * rows).index_select(0, table.pairs).view_as(weight))
     weight.div_(weight.sum(dim=1, keepdim=True))
-    return (out * weight[..., None].to(out.dtype)).sum(dim=1)
+    weight = weight.permute(0, 2, 3, 1).reshape(-1).to(part.out.dtype)
+    # A weighted sum of gathered rows in one kernel, in the order of the pages.
+    merged, *_ = torch.ops.aten._embedding_bag_forward_only(
+        part.out.view(-1, dim), table.bags, table.starts, False, 0, False, weight
+    )
+    return merged.view(queries, heads, rows, dim)
 
 
 class MaskBank:
@@ -108,7 +135,7 @@ class DecodePlan:
     """One token a sequence, over all pages in use, in place.
 
     pages: pages walked, from 0; owner [pages]: the row whose query meets the page; visible [pages]: last visible offset;
-    table [rows, n] pages of each row; counts [rows] how many; slots: see `slot_rows`.
+    table: the pages of each row; slots: see `slot_rows`.
     """
 
     pool: PagePool
@@ -116,14 +143,12 @@ class DecodePlan:
     pages: int
     owner: torch.Tensor
     visible: torch.Tensor
-    table: torch.Tensor
-    bias: torch.Tensor
+    table: PageTable
     slots: torch.Tensor
     space: Workspace
 
     def __post_init__(self) -> None:
         self.mask = self.bank.by_offset.index_select(0, self.visible)[:, None, None, :]
-        self.flat_table = self.table.reshape(-1)
         self._queries: torch.Tensor | None = None
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -137,7 +162,7 @@ class DecodePlan:
         torch.mul(q.unflatten(1, (kv_heads, group)), dim**-0.5, out=self._queries[:, :, :group])
         queries = self._queries.index_select(0, self.owner)
         part = attend_pages(queries, keys, values, self.mask, group, self.space)
-        return merge_pages(part, self.flat_table, self.bias).reshape(rows, heads * dim)
+        return merge_pages(part, self.table).view(rows, heads * dim)
 
 
 @dataclass
@@ -148,8 +173,7 @@ class TileChunk:
     pair_tile: torch.Tensor
     pair_page: torch.Tensor
     mask: torch.Tensor
-    table: torch.Tensor
-    bias: torch.Tensor
+    table: PageTable
 
 
 @dataclass
@@ -178,7 +202,7 @@ class ExtendPlan:
             k, v = keys.index_select(0, chunk.pair_page), values.index_select(0, chunk.pair_page)
             queries = tiles[chunk.tiles].index_select(0, chunk.pair_tile)
             part = attend_pages(queries, k, v, chunk.mask, TILE * group, self.space)
-            outs.append(merge_pages(part, chunk.table, chunk.bias))
+            outs.append(merge_pages(part, chunk.table))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)  # [tiles, kv_heads, TILE * group, dim]
         out = out.reshape(self.num_tiles, kv_heads, TILE, group, dim).transpose(1, 2)
         return out.reshape(self.num_tiles * TILE, heads * dim).index_select(0, self.tile_rows)
@@ -208,12 +232,6 @@ def padded_count(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def table_bias(counts: np.ndarray, width: int) -> np.ndarray:
-    bias = np.zeros((len(counts), width), dtype=np.float32)
-    bias[np.arange(width) >= counts[:, None]] = -np.inf
-    return bias[:, :, None, None]
-
-
 def build_extend_plan(pool: PagePool, bank: MaskBank, spans: list[Span], padding: int, space: Workspace) -> ExtendPlan:
     """Plan the prefill of `spans`, followed by `padding` rows that write to the scratch page."""
     config, device = pool.config, pool.device
@@ -234,27 +252,25 @@ def build_extend_plan(pool: PagePool, bank: MaskBank, spans: list[Span], padding
         num_tiles=len(tiles),
         tile_rows=torch.from_numpy(np.concatenate(rows)).to(device),
         slots=torch.from_numpy(slots).to(device),
-        chunks=_chunks(bank, tiles, config.num_heads * config.head_dim * TILE, device),
+        chunks=_chunks(pool, bank, tiles),
         space=space,
     )
 
 
-def _chunks(
-    bank: MaskBank, tiles: list[tuple[int, list[int]]], tile_elements: int, device: torch.device
-) -> list[TileChunk]:
-    limit = max(1, _PAIR_ELEMENTS // tile_elements)
+def _chunks(pool: PagePool, bank: MaskBank, tiles: list[tuple[int, list[int]]]) -> list[TileChunk]:
+    limit = max(1, _PAIR_ELEMENTS // (pool.config.num_heads * pool.config.head_dim * TILE))
     chunks, start = [], 0
     while start < len(tiles):
         end, pairs = start, 0
         while end < len(tiles) and (end == start or pairs + len(tiles[end][1]) <= limit):
             pairs += len(tiles[end][1])
             end += 1
-        chunks.append(_chunk(bank, tiles[start:end], slice(start, end), device))
+        chunks.append(_chunk(pool, bank, tiles[start:end], slice(start, end)))
         start = end
     return chunks
 
 
-def _chunk(bank: MaskBank, tiles: list[tuple[int, list[int]]], where: slice, device: torch.device) -> TileChunk:
+def _chunk(pool: PagePool, bank: MaskBank, tiles: list[tuple[int, list[int]]], where: slice) -> TileChunk:
     counts = np.array([len(pages) for _, pages in tiles])
     width, full = padded_count(int(counts.max())), PAGE // TILE
     starts = np.cumsum(counts) - counts
@@ -266,13 +282,13 @@ def _chunk(bank: MaskBank, tiles: list[tuple[int, list[int]]], where: slice, dev
     pair_page = np.concatenate([np.asarray(pages) for _, pages in tiles])
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(pool.device)
 
+    config = pool.config
     return TileChunk(
         tiles=where,
         pair_tile=put(np.repeat(np.arange(len(tiles)), counts)),
         pair_page=put(pair_page),
         mask=bank.by_tile.index_select(0, put(kinds))[:, None],
-        table=put(table.reshape(-1)),
-        bias=put(table_bias(counts, width)),
+        table=page_table(table, counts, config.num_kv_heads, TILE * config.group_size, pool.device),
     )

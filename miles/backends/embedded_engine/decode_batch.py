@@ -10,8 +10,8 @@ from miles.backends.embedded_engine.attention import (
     MaskBank,
     Workspace,
     padded_count,
+    page_table,
     slot_rows,
-    table_bias,
 )
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
 from miles.backends.embedded_engine.request import Request
@@ -62,7 +62,7 @@ class DecodeBatch:
     def plan(self) -> tuple[torch.Tensor, torch.Tensor, DecodePlan]:
         """Token ids [rows], positions [rows] and the attention plan of one step, padding rows included."""
         n = -(-len(self.requests) // _ROW_STEP) * _ROW_STEP
-        positions, device = self.positions[:n], self.pool.device
+        positions, device, config = self.positions[:n], self.pool.device, self.pool.config
         page = self.table[np.arange(n), positions // PAGE]
         offset = positions % PAGE
         live = len(self.requests)
@@ -79,8 +79,7 @@ class DecodeBatch:
             pages=pages,
             owner=put(self.owner[:pages]),
             visible=put(self.visible[:pages]),
-            table=put(self.table[:n, :width]),
-            bias=put(table_bias(self.counts[:n], width)),
+            table=page_table(self.table[:n, :width], self.counts[:n], config.num_kv_heads, config.group_size, device),
             slots=put(slot_rows(self.pool, page, offset)),
             space=self.space,
         )
