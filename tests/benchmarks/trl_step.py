@@ -47,7 +47,7 @@ CASES = {
         samples=8,
         tokens=64,
         maker="scripts/make_quickstart.py",
-        layout=("--actor-num-gpus-per-node", "2", "--embedded-num-threads", "2"),
+        layout=("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2"),  # a rank and an engine for each core
     ),
     "smollm2": Case(
         "SmolLM2-135M",
@@ -56,7 +56,10 @@ CASES = {
         samples=4,
         tokens=32,
         maker="scripts/make_smollm2.py",
-        layout=("--actor-num-gpus-per-node", "1", "--actor-cpus-per-rank", "2", "--embedded-num-threads", "2"),
+        layout=(
+            *("--actor-num-gpus-per-node", "1", "--actor-cpus-per-rank", "2"),
+            *("--rollout-num-gpus", "1", "--embedded-num-threads", "2"),
+        ),
     ),
 }
 ROWS = "build/quickstart/train.jsonl"
@@ -122,7 +125,6 @@ def our_steps(case: Case, steps: int, warmup: int) -> list[float]:
             "--train-device": "cpu",
             "--train-backend": "fsdp",
             "--rollout-engine": "embedded",
-            "--rollout-num-gpus": 1,
         }
         pairs = [str(word) for pair in flags.items() for word in pair]
         switches = ["--apply-chat-template", "--rollout-skip-special-tokens", "--use-dynamic-batch-size"]
