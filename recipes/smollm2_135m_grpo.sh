@@ -31,8 +31,7 @@ CLUSTER_ARGS=(
     --train-backend fsdp
     --train-device cpu
     --actor-num-nodes 1
-    --actor-num-gpus-per-node 1
-    --actor-cpus-per-rank 2
+    --actor-num-gpus-per-node 2
 )
 
 ROLLOUT_ARGS=(

@@ -69,10 +69,10 @@ class Cluster:
         self.placement = Placement(demand, args.cluster_wait_timeout)
         self.progress.status("starting engines and trainer")
         self.manager = RemoteRolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
-        started = self.manager.start.remote()
+        started = asyncio.ensure_future(_future(self.manager.start.remote()))
         if not args.debug_rollout_only:
             self.trainer = TrainGroup(args, self.placement)
-            info = await self.trainer.init()
+            info = await self._unless_fails(started, self.trainer.init())
             self._trainer_death = asyncio.create_task(self.trainer.watch())
             self.start_rollout_id = (
                 args.start_rollout_id if args.start_rollout_id is not None else info.start_rollout_id
@@ -87,6 +87,15 @@ class Cluster:
                 args, self.manager, self.trainer.actors, self._restored_version
             )
             await self.manager.set_coordinator.remote(self.coordinator)
+
+    async def _unless_fails(self, other: asyncio.Future, work: Awaitable[T]) -> T:
+        """Wait for work while `other` goes on beside it; a failure of `other` is told at once (bad data, say)."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+        if other.done() and not task.done() and other.exception() is not None:
+            task.cancel()
+            other.result()  # raises
+        return await task
 
     @property
     def _updates_weights(self) -> bool:

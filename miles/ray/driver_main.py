@@ -13,7 +13,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILURE, EXIT_NOTHING_TO_DO, EXIT_INTERRUPTED = 1, 3, 130
+EXIT_FAILURE, EXIT_BAD_ARGUMENTS, EXIT_NOTHING_TO_DO, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def main(train: Callable[[Any], Awaitable[None]], driver: str, argv: list[str] | None = None) -> int:
@@ -29,13 +29,18 @@ def main(train: Callable[[Any], Awaitable[None]], driver: str, argv: list[str] |
     if args.dry_run:
         render_plan(plan)
         return 0
-    write_plan(plan, args)
+    try:
+        write_plan(plan, args)
+    except OSError as error:
+        print(f"miles: --run-dir {args.run_dir} cannot be written: {error}. Choose another folder.", file=sys.stderr)
+        return EXIT_BAD_ARGUMENTS
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return asyncio.run(_supervise(train, args))
 
 
 async def _supervise(train: Callable[[Any], Awaitable[None]], args: Any) -> int:
     from miles.ray.cluster import NothingToDo
+    from miles.utils.process_logging import log_path
 
     task = asyncio.ensure_future(train(args))
     loop = asyncio.get_running_loop()
@@ -50,6 +55,8 @@ async def _supervise(train: Callable[[Any], Awaitable[None]], args: Any) -> int:
         print(f"miles: {error}", file=sys.stderr)
         return EXIT_NOTHING_TO_DO
     except Exception as error:
+        with open(log_path(args.run_dir, "driver"), "a") as log:
+            log.write("".join(traceback.format_exception(error)))
         print(_explain(error), file=sys.stderr)
         print(f"\nmiles: the run failed; its logs are in {args.run_dir}/logs", file=sys.stderr)
         return EXIT_FAILURE
@@ -57,11 +64,12 @@ async def _supervise(train: Callable[[Any], Awaitable[None]], args: Any) -> int:
 
 
 def _explain(error: Exception) -> str:
-    """A remote failure's own message, else the traceback here."""
+    """An error of ours by its message, wherever it was raised; anything else with its traceback."""
     import ray
 
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    if type(cause).__module__.startswith("miles."):
+        return f"miles: {type(cause).__name__}: {cause}"
     if isinstance(error, ray.exceptions.RayTaskError):
         return "miles: " + re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    if type(error).__module__.startswith("miles."):
-        return f"miles: {type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error))

@@ -1,9 +1,10 @@
 """The embedded engine over HTTP, with log-probs, against transformers' padded batched `generate` without them.
 
-    python -m tests.benchmarks.embedded_engine [--model tiny|smollm2|both] [--rounds N] [--num-threads N]
+    python -m tests.benchmarks.embedded_engine [--model tiny|smollm2|both] [--rounds N] [--engines N] [--num-threads N]
 
-Both sides get the same model directory, prompts, sampling (temperature 1, no eos) and number of cores, and take turns in one
-run; each side's best round counts. The prompts of a round are new, so nothing comes from a prefix cache. The last line is
+Both sides get the same model directory, prompts, sampling (temperature 1, no eos) and 2 cores: `generate` as 2 threads of one
+batch, the engine as a fleet of `--engines` servers of `--num-threads` threads each that share the requests, which is how a
+run uses several cores. They take turns; each side's best round counts. The prompts of a round are new, so nothing comes from a prefix cache. The last line is
 one JSON object; `max_logprob_diff` compares the engine's log-probs with a full forward pass of transformers over the same tokens.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -27,7 +29,6 @@ from miles.backends.embedded_engine.launch import launch
 from miles.backends.engine_api.client import EngineClient
 from miles.backends.engine_api.launcher import EngineProcess, wait_ready
 from miles.utils.process import terminate
-
 
 ADMIN_KEY = "benchmark"
 
@@ -112,7 +113,7 @@ def logprob_difference(model: Any, prompts: list[list[int]], answers: list[dict[
 
 
 async def engine_round(
-    client: EngineClient, prompts: list[list[int]], work: Workload, seed: int
+    clients: list[EngineClient], prompts: list[list[int]], work: Workload, seed: int
 ) -> tuple[float, list[dict[str, Any]]]:
     """Seconds from the first request sent to the last answer parsed; every prompt is its own HTTP request."""
 
@@ -121,21 +122,23 @@ async def engine_round(
         return {"input_ids": prompts[i], "sampling_params": params, "return_logprob": True}
 
     started = time.perf_counter()
-    answers = await asyncio.gather(*(client.generate(payload(i)) for i in range(len(prompts))))
+    answers = await asyncio.gather(*(clients[i % len(clients)].generate(payload(i)) for i in range(len(prompts))))
     return time.perf_counter() - started, answers
 
 
 async def take_turns(
-    engine: EngineProcess, model: Any, name: str, rounds: int
+    engines: list[EngineProcess], model: Any, name: str, rounds: int
 ) -> tuple[list[float], list[float], float]:
-    """Seconds of each round of the engine and of the reference, and the largest difference of log-probs."""
+    """Seconds of each round of the engines and of the reference, and the largest difference of log-probs."""
     work, ours, theirs, difference = WORKLOADS[name], [], [], 0.0
-    async with EngineClient(engine.url, admin_key=ADMIN_KEY) as client:
-        await wait_ready(client, engine, 120.0)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(EngineClient(e.url, admin_key=ADMIN_KEY)) for e in engines]
+        for client, engine in zip(clients, engines, strict=True):
+            await wait_ready(client, engine, 120.0)
         for i in range(rounds + 1):
             prompts = make_prompts(work, model.config.vocab_size, seed=i)
             theirs.append(reference_round(model, prompts, work))
-            seconds, answers = await engine_round(client, prompts, work, seed=1000 * i)
+            seconds, answers = await engine_round(clients, prompts, work, seed=1000 * i)
             ours.append(seconds)
             if i == 0:
                 difference = logprob_difference(model, prompts, answers)
@@ -143,7 +146,7 @@ async def take_turns(
     return ours, theirs, difference
 
 
-def compare(name: str, rounds: int, threads: int) -> dict[str, Any]:
+def compare(name: str, rounds: int, count: int, threads: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     work = WORKLOADS[name]
@@ -152,14 +155,18 @@ def compare(name: str, rounds: int, threads: int) -> dict[str, Any]:
         path = make_model(name, Path(folder))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         args = SimpleNamespace(embedded_num_threads=threads, embedded_max_running_requests=64, train_device="cpu")
-        engine = launch(
-            args, index=0, host="127.0.0.1", port=0, admin_key=ADMIN_KEY, model_path=str(path),
-            log_path=Path(folder) / "engine.log", weight_version=0,
-        )  # fmt: skip
+        engines: list[EngineProcess] = []
         try:
-            ours, theirs, difference = asyncio.run(take_turns(engine, model, name, rounds))
+            for index in range(count):
+                engine = launch(
+                    args, index=index, host="127.0.0.1", port=0, admin_key=ADMIN_KEY, model_path=str(path),
+                    log_path=Path(folder) / f"engine_{index}.log", weight_version=0,
+                )  # fmt: skip
+                engines.append(engine)
+            ours, theirs, difference = asyncio.run(take_turns(engines, model, name, rounds))
         finally:
-            terminate(engine.process)
+            for engine in engines:
+                terminate(engine.process)
     tokens = work.requests * work.new_tokens
     best, reference = tokens / min(ours[1:]), tokens / min(theirs[1:])  # round 0 warms both up
     return {
@@ -167,7 +174,8 @@ def compare(name: str, rounds: int, threads: int) -> dict[str, Any]:
         "reference_tokens_per_s": round(reference, 1),
         "ratio": round(best / reference, 3),
         "max_logprob_diff": difference,
-        "threads": threads,
+        "engines": count,
+        "threads_per_engine": threads,
     }
 
 
@@ -175,11 +183,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "smollm2", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-threads", type=int, default=2, help="threads of the engine; generate always gets 2")
+    parser.add_argument("--engines", type=int, default=2, help="servers that share the requests")
+    parser.add_argument("--num-threads", type=int, default=1, help="threads of each server; generate always gets 2")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "2"
     names = ["tiny", "smollm2"] if options.model == "both" else [options.model]
-    results = {name: compare(name, options.rounds, options.num_threads) for name in names}
+    results = {name: compare(name, options.rounds, options.engines, options.num_threads) for name in names}
     print(json.dumps({"benchmark": "embedded_engine"} | results))
 
 

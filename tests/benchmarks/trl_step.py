@@ -56,10 +56,7 @@ CASES = {
         samples=4,
         tokens=32,
         maker="scripts/make_smollm2.py",
-        layout=(
-            *("--actor-num-gpus-per-node", "1", "--actor-cpus-per-rank", "2"),
-            *("--rollout-num-gpus", "1", "--embedded-num-threads", "2"),
-        ),
+        layout=("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--embedded-num-threads", "2"),
     ),
 }
 ROWS = "build/quickstart/train.jsonl"
