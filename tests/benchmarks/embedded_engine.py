@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import uvloop
 
 from miles.backends.embedded_engine.launch import launch
 from miles.backends.engine_api.client import EngineClient
@@ -163,7 +164,8 @@ def compare(name: str, rounds: int, count: int, threads: int) -> dict[str, Any]:
                     log_path=Path(folder) / f"engine_{index}.log", weight_version=0,
                 )  # fmt: skip
                 engines.append(engine)
-            ours, theirs, difference = asyncio.run(take_turns(engines, model, name, rounds))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray's actors have
+                ours, theirs, difference = runner.run(take_turns(engines, model, name, rounds))
         finally:
             for engine in engines:
                 terminate(engine.process)

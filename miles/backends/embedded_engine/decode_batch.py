@@ -8,6 +8,7 @@ import torch
 from miles.backends.embedded_engine.attention import (
     DecodePlan,
     MaskBank,
+    PageTable,
     Workspace,
     padded_count,
     page_table,
@@ -33,10 +34,11 @@ class DecodeBatch:
         self.table = np.zeros((rows, padded_count(max_pages)), dtype=np.int64)
         self.owner = np.zeros(pool.pages, dtype=np.int64)
         self.visible = np.full(pool.pages, PAGE - 1, dtype=np.int64)
+        self._walk: tuple[int, torch.Tensor, PageTable] | None = None  # what changes only with the pages
 
     def set(self, requests: list[Request]) -> None:
         """Take a new list of rows."""
-        self.requests = requests
+        self.requests, self._walk = requests, None
         for array, value in ((self.ids, 0), (self.positions, 0), (self.counts, 1), (self.table, 0), (self.owner, 0)):
             array[:] = value
         self.visible[:] = PAGE - 1
@@ -58,17 +60,18 @@ class DecodeBatch:
         self.table[row, self.counts[row]] = page
         self.counts[row] += 1
         self.owner[page], self.visible[page] = row, PAGE - 1
+        self._walk = None
 
     def plan(self) -> tuple[torch.Tensor, torch.Tensor, DecodePlan]:
         """Token ids [rows], positions [rows] and the attention plan of one step, padding rows included."""
-        n = -(-len(self.requests) // _ROW_STEP) * _ROW_STEP
-        positions, device, config = self.positions[:n], self.pool.device, self.pool.config
-        page = self.table[np.arange(n), positions // PAGE]
-        offset = positions % PAGE
         live = len(self.requests)
+        n = -(-live // _ROW_STEP) * _ROW_STEP
+        positions, device = self.positions[:n], self.pool.device
+        page, offset = self.table[np.arange(n), positions // PAGE], positions % PAGE
         self.visible[page[:live]] = offset[:live]
-        width = padded_count(int(self.counts[:n].max()))
-        pages = int(self.table[:live].max()) + 1
+        if self._walk is None:
+            self._walk = self._build_walk(n)
+        pages, owner, table = self._walk
 
         def put(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
@@ -77,13 +80,21 @@ class DecodeBatch:
             pool=self.pool,
             bank=self.bank,
             pages=pages,
-            owner=put(self.owner[:pages]),
+            owner=owner,
             visible=put(self.visible[:pages]),
-            table=page_table(self.table[:n, :width], self.counts[:n], config.num_kv_heads, config.group_size, device),
+            table=table,
             slots=put(slot_rows(self.pool, page, offset)),
             space=self.space,
         )
         return put(self.ids[:n]), put(positions), plan
+
+    def _build_walk(self, n: int) -> tuple[int, torch.Tensor, PageTable]:
+        """Pages to walk, the row of each, and the pages of each of `n` rows."""
+        config, device = self.pool.config, self.pool.device
+        width = padded_count(int(self.counts[:n].max()))
+        pages = int(self.table[: len(self.requests)].max()) + 1
+        table = page_table(self.table[:n, :width], self.counts[:n], config.num_kv_heads, config.group_size, device)
+        return pages, torch.from_numpy(self.owner[:pages].copy()).to(device), table
 
     def advance(self, tokens: np.ndarray) -> None:
         """Each row's new token [rows] is decoded next."""

@@ -29,20 +29,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 
 
 class RopeTable:
-    """cos and sin of every position, [positions, 1, head_dim / 2]."""
+    """cos and sin of every position, [positions, 1, head_dim]; sin is negative where `rotate` subtracts."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
         angles = torch.arange(config.context_length, dtype=torch.float64)[:, None] * config.inv_freq
-        self.cos = angles.cos().to(device=device, dtype=dtype)[:, None]
-        self.sin = angles.sin().to(device=device, dtype=dtype)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat([cos, cos], dim=1).to(device=device, dtype=dtype)[:, None]
+        self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)[:, None]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
     """Write the rotary embedding of x [rows, heads, dim], pairs being the two halves of dim, to `out`."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(x, cos, out=out).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class Model:

@@ -1,14 +1,18 @@
 """Weight matrices in the layout that the machine multiplies fastest, readable and writable as plain tensors.
 
-On a CPU in fp32 a matrix is kept only in oneDNN's blocked layout. Two reasons: small batches then run up to twice as
-fast, and one output row is bit for bit the same whatever the number of rows or threads, which is what makes a request
-independent of its company in the batch. Elsewhere the plain matrix is kept.
+On a CPU in fp32 a large matrix is kept only in oneDNN's blocked layout, in which small batches run up to twice as fast.
+Small matrices stay plain, since a call there costs more than it saves, and so does everything elsewhere. Either way one
+output row is bit for bit the same whatever the number of rows (a multiple of 8) or threads, which is what makes a
+request independent of its company in the batch.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+
+_PACKED_FROM = 1 << 18  # elements
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -22,7 +26,7 @@ class Linear:
         self.shape = (out_features, in_features)
         self.device, self.dtype = device, dtype
         self.bias = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
-        self._packs = can_pack(device, dtype)
+        self._packs = out_features * in_features >= _PACKED_FROM and can_pack(device, dtype)
         self._plain: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None
 
@@ -67,19 +71,21 @@ class Linear:
         """residual + product."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+        if self.bias is None and self._plain is not None:
+            return torch.addmm(residual, x, self._plain.t())
         return residual + self._multiply(x)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(product)."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "swish", [], "")
-        return F.silu(self._multiply(x))
+        return F.silu(self._multiply(x), inplace=True)
 
     def times(self, other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """other * product, elementwise."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, "mul")
-        return other * self._multiply(x)
+        return self._multiply(x).mul_(other)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._plain is None:
