@@ -57,7 +57,11 @@ def load_model(path: Path, tokenizer: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    read.config.__dict__.pop("quantization_config", None)
+    # A plain model: some versions of transformers refuse to save one that came from a GGUF, dequantised or not.
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id

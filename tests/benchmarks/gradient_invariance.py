@@ -52,7 +52,9 @@ def make_args(model_dir: str, **fields: Any) -> SimpleNamespace:
 
 
 def make_batch() -> dict[str, Any]:
-    """12 ragged sequences of 11 rollouts (two are siblings), with masks, old and reference log-probs and advantages."""
+    """12 ragged sequences of 11 rollouts (two are siblings), with masks, old and reference log-probs and advantages.
+
+    Two groups of them, of 4 and 2, start with the same prompt."""
     import torch
 
     g = torch.Generator().manual_seed(5)
@@ -61,6 +63,9 @@ def make_batch() -> dict[str, Any]:
         return torch.randn(n, generator=g) * scale + shift
 
     prompts = torch.randint(1, 9, (12,), generator=g).tolist()
+    groups = {2: 2, 3: 2, 6: 2, 9: 2, 7: 7, 8: 7}  # sequence -> the first with the same prompt
+    for member, first in groups.items():
+        prompts[member] = prompts[first]
     responses = torch.randint(2, 40, (12,), generator=g).tolist()
     masks = [(torch.rand(n, generator=g) > 0.25).int() for n in responses]
     for mask in masks:
@@ -68,8 +73,11 @@ def make_batch() -> dict[str, Any]:
     rollout_ids = [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     sums = [sum(int(m.sum()) for m, r in zip(masks, rollout_ids, strict=True) if r == own) for own in rollout_ids]
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
+    tokens = [torch.randint(3, 300, (n,), generator=g) for n in totals]
+    for member, first in groups.items():
+        tokens[member][: prompts[first]] = tokens[first][: prompts[first]]
     return {
-        "tokens": [torch.randint(3, 300, (n,), generator=g) for n in totals],
+        "tokens": tokens,
         "total_lengths": totals,
         "response_lengths": responses,
         "loss_masks": [m.tolist() for m in masks],

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from miles.backends.fsdp_utils.layout import PackedLayout
 from miles.backends.fsdp_utils.packed_attention import packed_attention
 from miles.backends.fsdp_utils.state import local_bytes
 from tests.benchmarks import gradient_invariance as invariance
@@ -47,7 +48,7 @@ def test_flash_attention_over_packed_rows_equals_attention_written_out(kv_heads,
     shapes = [(1, heads, sum(lengths), 64) for heads in (4, kv_heads, kv_heads)]
     exact = [torch.randn(shape, generator=g).bfloat16().float().cuda().requires_grad_() for shape in shapes]
     low = [x.detach().bfloat16().requires_grad_() for x in exact]
-    options = {"packed_lengths": lengths, "sliding_window": window, "scaling": 0.1}
+    options = {"packed_layout": PackedLayout.whole(lengths), "sliding_window": window, "scaling": 0.1}
     ours, _ = packed_attention(torch.nn.Module(), *low, None, **options)
     theirs, _ = packed_attention(torch.nn.Module(), *exact, None, fused=False, **options)
     torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)

@@ -29,6 +29,11 @@ class BackendArgs:
     log_probs_chunk_size: int = flag(
         -1, "Rows of logits held at once when log-probs are computed; -1 lets the backend choose.", ge=-1
     )
+    disable_prompt_sharing: bool = flag(
+        False,
+        "Compute the prompt of every sample of a packed micro-batch, also where several samples start with the same "
+        "one. Sharing changes nothing but rounding; the FSDP trainer does it on CPUs.",
+    )
     debug_skip_weight_update: bool = flag(False, "Never send weights to the engines (debugging).")
     debug_disable_optimizer: bool = flag(
         False, "Skip optimizer steps (debugging). Optimizer state is then neither loaded nor saved.", system="megatron"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-
 _PACKED_FROM = 1 << 18  # elements
 
 

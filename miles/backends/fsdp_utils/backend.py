@@ -97,6 +97,7 @@ class FSDPBackend(TrainBackend):
             cpu_offload=offload or (reference and self.device.type == "cuda"),
             attn_implementation=_attention(args, self.device),
             packed=getattr(args, "qkv_format", "thd") == "thd",
+            share_prompts=not getattr(args, "disable_prompt_sharing", False),
             gradient_checkpointing=bool(getattr(args, "gradient_checkpointing", False)) and not reference,
             trust_remote_code=bool(getattr(args, "trust_remote_code", False)),
         )

@@ -43,6 +43,7 @@ class ShardingOptions:
     cpu_offload: bool = False
     attn_implementation: str = "sdpa"
     packed: bool = True
+    share_prompts: bool = True
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     single_group_bytes: int = SINGLE_GROUP_BYTES
@@ -69,6 +70,7 @@ class LoadedPolicy:
     module: PolicyModel
     config: Any
     packed: bool
+    shares_prompts: bool  # packed rows hold a prompt once for all its responses
     stays_gathered: bool  # between micro-batches and steps; otherwise layer by layer, as each one runs
     checkpoint_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # by parameter name of the HF model
 
@@ -105,7 +107,9 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
     dtypes = _fill(policy, source, options.stored_dtype)
     policy.find_out_head(options.device)
     reshard(policy)
-    return LoadedPolicy(policy, config, attention.packed, gathered, dtypes)
+    # The variable-length kernel of GPUs reads rows of whole sequences only.
+    shares = options.share_prompts and attention.borders == "packed" and options.device.type == "cpu"
+    return LoadedPolicy(policy, config, attention.packed, shares, gathered, dtypes)
 
 
 def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module | None, str | None]:

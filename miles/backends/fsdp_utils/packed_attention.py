@@ -1,19 +1,23 @@
 """Attention over packed rows: several sequences in one row `[1, heads, tokens, head_dim]`, none sees another.
 
-Registered with transformers as `PACKED` (fused kernels) and `PACKED_EAGER` (written out); the model passes `packed_lengths`
-down to it as a keyword argument. Each sequence is its own SDPA call on the CPU: measured against padding and a
+Registered with transformers as `PACKED` (fused kernels) and `PACKED_EAGER` (written out); the model passes `packed_layout`
+down to it as a keyword argument. Each segment is its own SDPA call on the CPU: measured against padding and a
 block-diagonal mask this is the fastest from 80 tokens on, and a sequence's result does not depend on its neighbours.
+A segment that continues a shared prompt attends to the prompt's keys, then to its own.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from miles.backends.fsdp_utils.layout import PackedLayout
 
 PACKED, PACKED_EAGER = "miles_packed", "miles_packed_eager"
 # Layer types that see nothing across the borders that position ids mark.
@@ -73,7 +77,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_lengths: list[int] | None = None,
+    packed_layout: PackedLayout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -86,7 +90,7 @@ def packed_attention(
 
     Args:
         query: `[1, heads, tokens, head_dim]`; key and value may have fewer heads (grouped queries).
-        packed_lengths: tokens of each sequence, in order; they sum to `tokens`.
+        packed_layout: the segments of the row; their lengths sum to `tokens`.
         sliding_window: how many tokens back, itself included, a token sees; None for all.
         softcap: logits x become `softcap * tanh(x / softcap)`.
         s_aux: attention sinks `[heads]`: logits that take part in the softmax and attend to nothing.
@@ -94,16 +98,14 @@ def packed_attention(
     Returns:
         `[1, tokens, heads, head_dim]`, and None for the weights.
     """
-    if packed_lengths is None or query.shape[0] != 1:
-        raise ValueError(
-            f"{type(module).__name__} called packed attention without packed_lengths or on a batch of rows"
-        )
+    if packed_layout is None or query.shape[0] != 1:
+        raise ValueError(f"{type(module).__name__} called packed attention without packed_layout or on a batch of rows")
     fused = fused and softcap is None and s_aux is None
     if fused and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        return _flash_varlen(query, key, value, packed_lengths, scaling, sliding_window), None
+        return _flash_varlen(query, key, value, packed_layout, scaling, sliding_window), None
     outputs = []
-    for q, k, v in zip(*(x.split(packed_lengths, dim=2) for x in (query, key, value)), strict=True):
-        mask = _band(q.shape[2], sliding_window, q.device)
+    for q, k, v in _segments(query, key, value, packed_layout):
+        mask = _band(q.shape[2], k.shape[2], sliding_window, q.device)
         if fused:
             grouped = q.shape[1] != k.shape[1]
             options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": grouped}
@@ -112,6 +114,22 @@ def packed_attention(
             out = _written_out(q, k, v, mask, scaling, dropout, softcap, s_aux)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Queries, keys and values of each segment, its prefix's keys and values first."""
+    queries, keys, values = (x.split(layout.lengths, dim=2) for x in (query, key, value))
+    for i, prefix in enumerate(layout.prefixes):
+        if prefix is None:
+            yield queries[i], keys[i], values[i]
+        else:
+            yield (
+                queries[i],
+                torch.cat([keys[prefix], keys[i]], dim=2),
+                torch.cat([values[prefix], values[i]], dim=2),
+            )
 
 
 def _written_out(
@@ -124,8 +142,9 @@ def _written_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax attention of one sequence, `[1, heads, tokens, head_dim]`, with everything the fused kernels lack."""
-    _, heads, n, dim = query.shape
+    """Softmax attention of one segment, `[1, heads, tokens, head_dim]`, with everything the fused kernels lack."""
+    _, heads, queries, dim = query.shape
+    n = key.shape[2]
     repeat = heads // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     logits = query @ key.transpose(-1, -2) * (dim**-0.5 if scaling is None else scaling)
@@ -134,30 +153,34 @@ def _written_out(
     seen = torch.ones(n, n, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
     if sinks is not None:
-        logits = torch.cat([logits, sinks.to(logits.dtype).view(1, heads, 1, 1).expand(1, heads, n, 1)], dim=-1)
+        logits = torch.cat([logits, sinks.to(logits.dtype).view(1, heads, 1, 1).expand(1, heads, queries, 1)], dim=-1)
     weights = torch.softmax(logits.float(), dim=-1)[..., :n].to(query.dtype)
     return F.dropout(weights, dropout) @ value
 
 
-def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """The causal mask `[length, length]` of a sliding window; None where the window covers the whole sequence."""
-    if window is None or length <= window:
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """What the last `queries` of `keys` positions see, `[queries, keys]`; None for plain causal attention."""
+    before = keys - queries
+    if before == 0 and (window is None or keys <= window):
         return None
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before + 1 - window)
 
 
 def _flash_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: list[int],
+    layout: PackedLayout,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
     """torch's own variable-length flash attention: one kernel for the row."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if layout.shares:
+        raise ValueError("a row with shared prompts reached the variable-length kernel, which knows none")
+    lengths = layout.lengths
     ends = torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}

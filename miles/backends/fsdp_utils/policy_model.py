@@ -7,28 +7,15 @@ backbone runs on all tokens and a callback gets hidden states of the rows that a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from miles.backends.fsdp_utils.layout import ModelInputs, PackedLayout
+
 # (hidden [rows, hidden] or None, head, logits [rows, vocab] or None) -> tensors; exactly one of hidden, logits is given.
 HeadFunction = Callable[[torch.Tensor | None, nn.Module, torch.Tensor | None], Any]
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """One micro-batch, laid out.
-
-    `input_ids` and `position_ids` are `[1, tokens]` (packed) or `[samples, longest]` (padded on the right, where causal
-    attention never looks); `rows` are indices into the flattened positions, one a response token: the position before it.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    rows: torch.Tensor
-    packed_lengths: list[int] | None
 
 
 class PolicyModel(nn.Module):
@@ -44,17 +31,17 @@ class PolicyModel(nn.Module):
     def head(self) -> nn.Module:
         return self.hf.get_output_embeddings()
 
-    def _borders(self, lengths: list[int] | None, device: torch.device) -> dict[str, Any]:
-        if lengths is None or self.borders == "none":
+    def _borders(self, layout: PackedLayout | None, device: torch.device) -> dict[str, Any]:
+        if layout is None or self.borders == "none":
             return {}
         if self.borders == "packed":
-            return {"packed_lengths": lengths}
-        ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-        longest = max(lengths)
+            return {"packed_layout": layout}
+        ends = torch.tensor([0, *layout.lengths], device=device).cumsum(0).to(torch.int32)
+        longest = max(layout.lengths)
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def forward(self, inputs: ModelInputs, head_function: HeadFunction) -> Any:
-        borders = self._borders(inputs.packed_lengths, inputs.input_ids.device)
+        borders = self._borders(inputs.packed, inputs.input_ids.device)
         common = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids, "use_cache": False, **borders}
         if self.plain_head:
             hidden = self.hf.base_model(**common).last_hidden_state
@@ -66,7 +53,7 @@ class PolicyModel(nn.Module):
     def find_out_head(self, device: torch.device) -> None:
         """Compare the model's own logits with `head(hidden)` once, and remember whether they are the same. Collective."""
         ids = torch.arange(2, device=device).unsqueeze(0)
-        inputs = ModelInputs(ids, ids.clone(), torch.arange(2, device=device), [2])
+        inputs = ModelInputs(ids, ids.clone(), torch.arange(2, device=device), PackedLayout.whole([2]))
 
         def logits_of(hidden: torch.Tensor | None, head: nn.Module, logits: torch.Tensor | None) -> torch.Tensor:
             return (head(hidden) if logits is None else logits).float()
@@ -80,32 +67,3 @@ class PolicyModel(nn.Module):
         own = self(inputs, logits_of)
         scale = own.abs().max().clamp_min(1e-6)
         self.plain_head = bool((plain - own).abs().max() <= 2e-2 * scale)
-
-
-def build_inputs(
-    tokens: list[torch.Tensor], response_lengths: list[int], device: torch.device, *, packed: bool
-) -> tuple[ModelInputs, torch.Tensor]:
-    """Lay samples out in one row, or one row each.
-
-    Args:
-        tokens: int64 `[total_length]` for each sample.
-    Returns:
-        the inputs, and the response tokens `[rows]` in sample order.
-    """
-    lengths = [len(t) for t in tokens]
-    if packed:
-        starts = [0]
-        for n in lengths[:-1]:
-            starts.append(starts[-1] + n)
-        ids = torch.cat(tokens).unsqueeze(0)
-        positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    else:
-        longest = max(lengths)
-        starts = [i * longest for i in range(len(lengths))]
-        ids = torch.stack([torch.cat([t, t.new_zeros(longest - len(t))]) for t in tokens])
-        positions = torch.arange(longest).expand(len(lengths), -1).contiguous()
-    spans = list(zip(starts, lengths, response_lengths, strict=True))
-    rows = torch.cat([torch.arange(s + n - r - 1, s + n - 1) for s, n, r in spans])
-    targets = torch.cat([t[len(t) - r :] for t, r in zip(tokens, response_lengths, strict=True)])
-    inputs = ModelInputs(ids.to(device), positions.to(device), rows.to(device), lengths if packed else None)
-    return inputs, targets.to(device)

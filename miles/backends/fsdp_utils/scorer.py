@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from miles.backends.fsdp_utils.layout import build_inputs
 from miles.backends.fsdp_utils.loading import LoadedPolicy
-from miles.backends.fsdp_utils.policy_model import build_inputs
 from miles.backends.training_utils.backend import TrainData
 from miles.backends.training_utils.logprobs import (
     chunk_rows,
@@ -39,7 +39,7 @@ def score_micro_batch(
 ) -> Scores:
     """Run the model over samples `indices`. Differentiable where gradients are enabled. Collective."""
     tokens, responses = _sequences(columns, indices)
-    inputs, targets = build_inputs(tokens, responses, device, packed=loaded.packed)
+    inputs, targets = build_inputs(tokens, responses, device, packed=loaded.packed, share_prompts=loaded.shares_prompts)
     temperature = loss_temperature(args)
 
     def head(hidden: torch.Tensor | None, module: nn.Module, logits: torch.Tensor | None) -> Any:
@@ -69,7 +69,7 @@ def logits_of_micro_batch(
     inputs, _ = build_inputs(tokens, responses, device, packed=loaded.packed)
     shape = inputs.input_ids.shape
     everywhere = torch.arange(inputs.input_ids.numel(), device=device)
-    inputs = type(inputs)(inputs.input_ids, inputs.position_ids, everywhere, inputs.packed_lengths)
+    inputs = type(inputs)(inputs.input_ids, inputs.position_ids, everywhere, inputs.packed)
 
     def head(hidden: torch.Tensor | None, module: nn.Module, logits: torch.Tensor | None) -> torch.Tensor:
         return module(hidden) if logits is None else logits

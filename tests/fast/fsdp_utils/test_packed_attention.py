@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from miles.backends.fsdp_utils.layout import PackedLayout
 from miles.backends.fsdp_utils.packed_attention import (
     PACKED,
     PACKED_EAGER,
@@ -46,7 +47,7 @@ def test_equals_attention_written_out_for_each_sequence_with_gradients(kv_heads,
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if extra == "sinks" else None
     softcap = 0.7 if extra == "softcap" else None
     out, _ = packed_attention(
-        torch.nn.Module(), *qkv, None, packed_lengths=LENGTHS, sliding_window=window, scaling=0.3, softcap=softcap,
+        torch.nn.Module(), *qkv, None, packed_layout=PackedLayout.whole(LENGTHS), sliding_window=window, scaling=0.3, softcap=softcap,
         s_aux=sinks, fused=extra != "eager",
     )  # fmt: skip
     parts = zip(*(x.split(LENGTHS, 2) for x in qkv), strict=True)
@@ -61,18 +62,47 @@ def test_equals_attention_written_out_for_each_sequence_with_gradients(kv_heads,
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("extra", ["nothing", "softcap", "sinks", "eager"])
+def test_responses_to_a_shared_prompt_see_it_and_not_each_other(window, extra):
+    prompt, responses = 5, (1, 9, 3)  # the segments that LENGTHS names
+    qkv = random_qkv()
+    options = {"sliding_window": window, "scaling": 0.3, "softcap": 0.7 if extra == "softcap" else None}
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if extra == "sinks" else None
+    layout = PackedLayout(LENGTHS, [None, 0, 0, 0])
+    out, _ = packed_attention(
+        torch.nn.Module(), *qkv, None, packed_layout=layout, s_aux=sinks, fused=extra != "eager", **options
+    )
+    start, expected = prompt, []
+    for n in responses:
+        whole = [torch.cat([x[:, :, :prompt], x[:, :, start : start + n]], dim=2) for x in qkv]
+        alone = written_out(*whole, window=window, scaling=0.3, softcap=options["softcap"], sinks=sinks)
+        torch.testing.assert_close(out[:, :prompt], alone[:, :prompt], rtol=1e-5, atol=1e-6)
+        expected.append(alone[:, prompt:])
+        start += n
+    expected = torch.cat(expected, dim=1)
+    torch.testing.assert_close(out[:, prompt:], expected, rtol=1e-5, atol=1e-6)
+    weight = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    ours = torch.autograd.grad((out[:, prompt:] * weight).sum(), qkv)
+    theirs = torch.autograd.grad((expected * weight).sum(), qkv)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_a_neighbour_changes_nothing_not_even_the_last_bit():
     qkv = [x.detach() for x in random_qkv()]
-    before, _ = packed_attention(torch.nn.Module(), *qkv, None, packed_lengths=LENGTHS)
+    before, _ = packed_attention(torch.nn.Module(), *qkv, None, packed_layout=PackedLayout.whole(LENGTHS))
     changed = [torch.cat([x[:, :, :5], torch.full_like(x[:, :, 5:], 1e4)], dim=2) for x in qkv]
-    after, _ = packed_attention(torch.nn.Module(), *changed, None, packed_lengths=LENGTHS)
+    after, _ = packed_attention(torch.nn.Module(), *changed, None, packed_layout=PackedLayout.whole(LENGTHS))
     assert torch.equal(before[:, :5], after[:, :5])
-    alone, _ = packed_attention(torch.nn.Module(), *(x[:, :, 6:15] for x in qkv), None, packed_lengths=[9])
+    alone, _ = packed_attention(
+        torch.nn.Module(), *(x[:, :, 6:15] for x in qkv), None, packed_layout=PackedLayout.whole([9])
+    )
     assert torch.equal(before[:, 6:15], alone)
 
 
 def test_refuses_to_attend_without_borders():
-    with pytest.raises(ValueError, match="without packed_lengths"):
+    with pytest.raises(ValueError, match="without packed_layout"):
         packed_attention(torch.nn.Module(), *random_qkv(), None)
 
 
