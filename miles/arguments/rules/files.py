@@ -11,6 +11,7 @@ from pathlib import Path
 from miles.arguments.args import FLAGS, Args
 from miles.arguments.resolve import DATA_SOURCE, TRACKER, has_checkpoint
 from miles.arguments.rules.rule import Rule, RuleSet
+from miles.backends.training_utils.checkpoint import CheckpointError, resolve_load
 
 
 def model_directories(args: Args) -> Iterator[str]:
@@ -113,15 +114,33 @@ def output_folders(args: Args) -> Iterator[str]:
 
 
 def checkpoint_to_load(args: Args) -> Iterator[str]:
-    if args.load is None or args.debug_rollout_only or has_checkpoint(args.load):
+    """A `--load` that has nothing to resume from, is damaged, or belongs to another model than the run's."""
+    if args.load is None or args.debug_rollout_only:
         return
     folder = Path(args.load)
+    try:
+        found = resolve_load(folder, args.ckpt_step)
+        if found is not None:
+            _check_model(args, found[0].path(found[1]))
+            return
+    except CheckpointError as error:
+        yield str(error) if "--load" in str(error) else f"--load {folder}: {error}"
+        return
     if not folder.is_dir():
         yield f"--load {folder}: no such folder; for a fresh start leave it out, or name the folder of --save"
     elif (folder / "config.json").is_file():
         yield f"--load {folder} is a Hugging Face directory, not a folder of checkpoints: pass it as --hf-checkpoint"
     else:
         yield f"--load {folder} holds no finished checkpoint ({TRACKER} is missing): leave --load out to start afresh"
+
+
+def _check_model(args: Args, checkpoint: Path) -> None:
+    """Raises: CheckpointError."""
+    from miles.backends.fsdp_utils.model_identity import check_before_loading
+
+    config = Path(args.hf_checkpoint or "") / "config.json"
+    if args.train_backend == "fsdp" and args.hf_checkpoint and config.is_file():  # else another rule reports it
+        check_before_loading(checkpoint, args.hf_checkpoint)
 
 
 # Templates of file names: the placeholders that a template knows, and those that it must have.

@@ -51,15 +51,18 @@ def _absent_shards(directory: Path) -> list[str]:
 
 def checkpoint_tensor_names(directory: Path) -> set[str] | None:
     """Tensor names as the directory's weight files have them; None for formats other than safetensors."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+    if not any(directory.glob("*.safetensors")):
         return None
     index = _index(directory)
-    if index is not None:
-        return set(index["weight_map"])
-    names: set[str] = set()
-    for file in files:
+    return set(index["weight_map"]) if index is not None else set(tensor_shapes(directory))
+
+
+def tensor_shapes(directory: Path) -> dict[str, list[int]]:
+    """Shapes by tensor name, from the headers of the safetensors files; empty for other formats."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
         with open(file, "rb") as f:
             (size,) = struct.unpack("<Q", f.read(8))
-            names |= set(json.loads(f.read(size)))
-    return names - {"__metadata__"}
+            header = json.loads(f.read(size))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return shapes

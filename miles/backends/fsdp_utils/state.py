@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, persistent_buffers, reshard
+from miles.backends.fsdp_utils.model_identity import MODEL, check_same_model, identity, recorded
 from miles.backends.training_utils.checkpoint import CheckpointError
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.utils.seeds import derive_seed
@@ -26,14 +27,7 @@ from miles.utils.seeds import derive_seed
 logger = logging.getLogger(__name__)
 
 _TENSORS = "fsdp"
-_MODEL = "model.json"
 _SCHEDULE = "lr_schedule.json"
-# Config fields whose difference explains a difference of tensors.
-_CONFIG_FIELDS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "rope_theta", "rms_norm_eps",
-)  # fmt: skip
 
 
 @dataclass
@@ -60,7 +54,8 @@ def save_state(state: TrainState, directory: Path, args: Any) -> None:
         torch.save(rng_state(), directory / f"rng_rank{rank}.pt")
         if rank == 0:
             (directory / _SCHEDULE).write_text(json.dumps(state.schedule.state_dict(), indent=2))
-            (directory / _MODEL).write_text(json.dumps(fingerprint(state.loaded) | {"optimizer": moments}, indent=2))
+            model = fingerprint(state.loaded) | {"optimizer": moments, "hf_checkpoint": str(args.hf_checkpoint)}
+            (directory / MODEL).write_text(json.dumps(model, indent=2))
 
     on_every_rank(small_files, directory)
 
@@ -70,8 +65,8 @@ def load_state(state: TrainState, directory: Path, args: Any) -> None:
 
     Raises: CheckpointError when it is another model's, or lacks something that is asked for.
     """
-    saved = json.loads(_read(directory / _MODEL))
-    check_fingerprint(saved, fingerprint(state.loaded), directory)
+    saved = recorded(directory)
+    check_same_model(saved, fingerprint(state.loaded), directory, args.hf_checkpoint)
     finetune = getattr(args, "finetune", False)
     with_optimizer = state.optimizer is not None and not (finetune or getattr(args, "no_load_optim", False))
     if with_optimizer and saved["optimizer"] == "left out":
@@ -84,21 +79,12 @@ def load_state(state: TrainState, directory: Path, args: Any) -> None:
     reshard(state.loaded.module)
     if finetune:
         return
-    schedule = json.loads(_read(directory / _SCHEDULE))
+    schedule = json.loads((directory / _SCHEDULE).read_text())
     override = bool(getattr(args, "override_lr_scheduler", False))
     use = bool(getattr(args, "use_checkpoint_lr_scheduler", True)) and not override
     state.schedule.load_state_dict(schedule, use_checkpoint=use, override=override)
     if not getattr(args, "no_load_rng", False):
         _load_rng(directory, args)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. Was this checkpoint written by another trainer?"
-        ) from error
 
 
 def _tensors(state: TrainState, *, with_optimizer: bool) -> dict[str, Any]:
@@ -128,41 +114,12 @@ def _prepare_optimizer(state: TrainState) -> None:
             }
 
 
-# ---- the model's identity --------------------------------------------------------------------------------------------
-
-
 def fingerprint(loaded: LoadedPolicy) -> dict[str, Any]:
-    """What must agree for weights to be loadable: tensor names and shapes, and the config that explains them."""
+    """The identity of the model that was built, and how it is sharded."""
     reshard(loaded.module)
-    config = loaded.config.to_dict()
     named = dict(loaded.module.named_parameters()) | persistent_buffers(loaded.module)
-    return {
-        "config": {name: config[name] for name in _CONFIG_FIELDS if name in config},
-        "tensors": {name.removeprefix("hf."): list(value.shape) for name, value in named.items()},
-        "world_size": dist.get_world_size(),
-    }
-
-
-def check_fingerprint(saved: dict[str, Any], ours: dict[str, Any], directory: Path) -> None:
-    """Raise CheckpointError listing how the checkpoint's model differs from this run's."""
-    differences = [
-        f"{name} is {ours['config'].get(name)} here and {saved['config'].get(name)} in the checkpoint"
-        for name in sorted(ours["config"].keys() | saved["config"].keys())
-        if ours["config"].get(name) != saved["config"].get(name)
-    ]
-    here, there = ours["tensors"], saved["tensors"]
-    differences += [f"it lacks {name}" for name in sorted(here.keys() - there.keys())]
-    differences += [f"it has {name}, which this model lacks" for name in sorted(there.keys() - here.keys())]
-    differences += [
-        f"{name} has shape {there[name]} instead of {here[name]}"
-        for name in sorted(here.keys() & there.keys())
-        if here[name] != there[name]
-    ]
-    if differences:
-        more = f"; and {len(differences) - 12} more differences" if len(differences) > 12 else ""
-        raise CheckpointError(
-            f"{directory} is a checkpoint of another model than --hf-checkpoint: {'; '.join(differences[:12])}{more}"
-        )
+    shapes = {name.removeprefix("hf."): list(value.shape) for name, value in named.items()}
+    return identity(loaded.config.to_dict(), shapes) | {"world_size": dist.get_world_size()}
 
 
 # ---- random generators -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from miles.arguments import Args, ArgumentsError, make_args
+from miles.backends.training_utils.checkpoint import CheckpointStore
 
 CONFIG = {
     "model_type": "qwen3",
@@ -37,6 +38,14 @@ def write_model(directory: Path, **config: Any) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return directory
+
+
+def write_checkpoint(root: Path, rollout_id: int = 3, **recorded: Any) -> Path:
+    """A finished checkpoint of the FSDP trainer in `root`, as far as startup looks at it. Returns its folder."""
+    store = CheckpointStore(root)
+    identity = {"config": CONFIG, "tensors": {}, "hf_checkpoint": "/models/first"} | recorded
+    (store.begin(rollout_id) / "model.json").write_text(json.dumps(identity))
+    return store.commit(rollout_id)
 
 
 @pytest.fixture

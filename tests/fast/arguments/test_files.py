@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import pytest
 
-from miles.arguments.resolve import TRACKER
-
-from .conftest import write_model
+from .conftest import CONFIG, write_checkpoint, write_model
 
 
 def test_an_absent_model_directory(problems):
@@ -89,8 +88,48 @@ def test_a_fresh_start_with_one_folder_for_load_and_save(make, tmp_path):
 
 
 def test_a_resume_with_one_folder(make, tmp_path):
-    (tmp_path / TRACKER).write_text("3")
-    assert make(load=str(tmp_path), save=str(tmp_path)).load == str(tmp_path)
+    folder = tmp_path / "ckpt"
+    iteration = write_checkpoint(folder)
+    assert make(load=str(folder), save=str(folder)).load == str(folder)
+    assert make(load=str(iteration)).load == str(iteration)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        ({"config": CONFIG | {"num_hidden_layers": 3}}, "num_hidden_layers is 2 here and 3 in the checkpoint"),
+        ({"config": CONFIG | {"model_type": "llama"}}, "model_type is qwen3 here and llama in the checkpoint"),
+        ({"tensors": {"embed.weight": [9, 4]}}, "embed.weight has shape [9, 4] instead of [8, 4]"),
+    ],
+)
+def test_the_checkpoint_of_another_model_is_told_with_both_names_and_the_way_out(
+    problems, tmp_path, model, recorded, said
+):
+    tensor = {"embed.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}}
+    header = json.dumps({"__metadata__": {}, **tensor}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(128))
+    checkpoint = write_checkpoint(tmp_path / "ckpt", **recorded)
+    (problem,) = problems(load=str(tmp_path / "ckpt"))
+    assert problem.startswith(f"--load: {checkpoint} is a checkpoint of another model than --hf-checkpoint {model}: ")
+    assert said in problem
+    assert "Set --hf-checkpoint to the model that the checkpoint was trained from (/models/first)" in problem
+    assert problems(load=str(tmp_path / "ckpt"), debug_rollout_only=True) == [], "nothing is loaded"
+
+
+def test_what_config_json_leaves_to_its_defaults_does_not_make_it_another_model(problems, tmp_path, model):
+    config = {k: v for k, v in CONFIG.items() if k != "head_dim"} | {"num_key_value_heads": None}
+    (model / "config.json").write_text(json.dumps(config))
+    write_checkpoint(tmp_path / "ckpt", tensors={"renamed.weight": [1]})
+    assert problems(load=str(tmp_path / "ckpt")) == []
+
+
+def test_a_damaged_checkpoint_is_told_before_anything_starts(problems, tmp_path):
+    write_checkpoint(tmp_path / "ckpt", 2)
+    checkpoint = write_checkpoint(tmp_path / "ckpt", 3)
+    (checkpoint / "model.json").write_text("{}")
+    (problem,) = problems(load=str(tmp_path / "ckpt"))
+    assert problem.startswith(f"--load {tmp_path}/ckpt: {checkpoint} is damaged: model.json has 2 bytes")
+    assert "Other checkpoints there: [2]" in problem
 
 
 @pytest.mark.parametrize(

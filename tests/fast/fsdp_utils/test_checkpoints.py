@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.backends.fsdp_utils.model_identity import check_before_loading
 from miles.backends.training_utils.checkpoint import CheckpointError, CheckpointStore
 from tests.fast.fsdp_utils import jobs
 from tests.fast.fsdp_utils.jobs import make_args, make_batch
@@ -167,6 +168,19 @@ def test_a_wider_model_is_told_by_its_shapes(world, saved, tmp_path):
         CheckpointError, match=r"intermediate_size is 96 here and 64.*shape \[64, 32\] instead of \[96, 32\]"
     ):
         world.run(inside, make_args(wide, load=saved))
+
+
+def test_files_alone_tell_a_checkpoint_of_this_model_from_one_of_another(world, models, tmp_path):
+    for family, directory in models.items():
+        world.run(jobs.train_and_save, make_args(directory), [], str(tmp_path / family), 0)
+        checkpoint = CheckpointStore(tmp_path / family).verify(0)
+        for other, other_directory in models.items():
+            if other == family:
+                check_before_loading(checkpoint, other_directory)
+                continue
+            with pytest.raises(CheckpointError, match="another model") as refused:
+                check_before_loading(checkpoint, other_directory)
+            assert f"--hf-checkpoint {other_directory}" in str(refused.value) and directory in str(refused.value)
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
