@@ -18,7 +18,7 @@ class Args:
     """All flags of a run as plain attributes: picklable, and open for hooks to add to.
 
     `given` names the flags that the command line, a YAML file or `make_args` set; `derived` says, for each value that
-    was filled in, why. Attributes that are no flags (`extras`) come from YAML and from `add_arguments` of user functions.
+    was filled in, why. Attributes that are no flags come from YAML and from `add_arguments` of user functions.
     """
 
     def __init__(self, values: dict[str, Any], extras: dict[str, Any] | None = None, driver: str | None = None) -> None:
@@ -28,7 +28,8 @@ class Args:
             setattr(self, name, value)
         self._meta: dict[str, Any] = {
             "given": frozenset(values),
-            "extras": tuple(extras or ()),
+            "yaml_attributes": (),
+            "warnings": (),
             "derived": {},
             "driver": driver,
             "as_given": dict(values),
@@ -47,6 +48,16 @@ class Args:
         return self._meta["derived"]
 
     @property
+    def yaml_attributes(self) -> tuple[str, ...]:
+        """Attributes that `--custom-config-path` added and that nothing declared."""
+        return self._meta["yaml_attributes"]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the startup rules found worth saying; filled in by `check`."""
+        return self._meta["warnings"]
+
+    @property
     def driver(self) -> str | None:
         """`train.py` or `train_async.py`; None where no driver was named."""
         return self._meta["driver"]
@@ -60,6 +71,15 @@ class Args:
         setattr(self, name, value)
         self._meta["given"] = self.given | {name}
         self._meta["as_given"][name] = value
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set, from YAML, what is no flag."""
+        if not hasattr(self, name):
+            self._meta["yaml_attributes"] = (*self.yaml_attributes, name)
+        setattr(self, name, value)
+
+    def set_warnings(self, warnings: Iterable[str]) -> None:
+        self._meta["warnings"] = tuple(warnings)
 
     def update(self, values: dict[str, Any], why: str) -> None:
         """Fill in derived values, remembering why."""

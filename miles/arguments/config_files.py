@@ -77,7 +77,7 @@ def apply_custom_config(args: Args) -> list[str]:
     problems += _set(args, known, option)
     for key, value in mapping.items():
         if key not in ALL_FLAGS:
-            setattr(args, key, value)
+            args.set_attribute(key, value)
     return problems
 
 

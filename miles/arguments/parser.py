@@ -112,9 +112,9 @@ def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """` (did you mean --x or --y?)`, or nothing."""
-    found = near(name, known)
+    found = near(name, known, cutoff)
     return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 

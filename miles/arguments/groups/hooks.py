@@ -9,6 +9,7 @@ from miles.arguments.flag import flag, group
 class HookArgs:
     custom_config_path: str | None = flag(
         None,
-        "YAML (a path, or base64:...) whose keys override flags; a key that is no flag becomes an attribute for hooks.",
+        "YAML (a path, or base64:...) whose keys override flags; a key that is no flag becomes an attribute for hooks, and "
+        "is reported.",
         metavar="FILE",
     )

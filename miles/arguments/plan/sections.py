@@ -6,7 +6,6 @@ from typing import Any
 
 from miles.arguments.args import ALL_FLAGS, FLAGS, SECRETS, Args
 from miles.arguments.rules.architecture import read_config
-from miles.arguments.rules.availability import idle_warnings
 
 Section = dict[str, Any]
 
@@ -209,4 +208,4 @@ def given(a: Args) -> Section:
 
 
 def warnings(a: Args) -> list[str]:
-    return idle_warnings(a)
+    return list(a.warnings)

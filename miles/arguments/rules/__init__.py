@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from miles.arguments.rules.rule import Rule
-from miles.arguments.rules.table import RULES, check
+from miles.arguments.rules.table import RULES, WARNINGS, check
 
-__all__ = ["RULES", "Rule", "check"]
+__all__ = ["RULES", "WARNINGS", "Rule", "check"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from miles.arguments.args import ALL_FLAGS, Args
+from miles.arguments.args import ALL_FLAGS, FLAGS, Args
 from miles.arguments.flag import Flag
 from miles.arguments.owners import OWNERS
+from miles.arguments.parser import did_you_mean
 from miles.arguments.rules.rule import RuleSet
 from miles.arguments.systems import missing, works
 
@@ -40,9 +41,9 @@ def without_effect(args: Args) -> Iterator[str]:
     yield from _idle(args, lenient=False)
 
 
-def idle_warnings(args: Args) -> list[str]:
-    """Flags without effect that public launch commands give out of habit: worth a warning."""
-    return list(_idle(args, lenient=True))
+def without_effect_by_habit(args: Args) -> Iterator[str]:
+    """The same for flags that public launch commands give out of habit: worth a warning."""
+    yield from _idle(args, lenient=True)
 
 
 def _idle(args: Args, lenient: bool) -> Iterator[str]:
@@ -72,8 +73,24 @@ def spelled(flag: Flag, value: object) -> str:
     return f"{flag.option} {text}" if len(text) <= 40 else flag.option
 
 
+def attributes_from_yaml(args: Args) -> Iterator[str]:
+    """Keys of `--custom-config-path` that nothing declared: right for hooks, and what a misspelt flag looks like."""
+    names = [f"{name}{did_you_mean(name, FLAGS, _ALIKE)}" for name in args.yaml_attributes]
+    if names:
+        verb, what = (
+            ("is no flag and becomes", "an attribute") if len(names) == 1 else ("are no flags and become", "attributes")
+        )
+        yield f"--custom-config-path: {', '.join(names)} {verb} {what} of args that only your own functions read"
+
+
+_ALIKE = 0.7  # how much like a flag's name a key must be for the flag to be offered
+
 RULES = (
     RuleSet("system-is-built", unbuilt),
     RuleSet("flag-has-effect", without_effect),
     RuleSet("flag-is-alive", dead),
+)
+WARNINGS = (
+    RuleSet("habit-has-effect", without_effect_by_habit),
+    RuleSet("attribute-from-yaml", attributes_from_yaml),
 )

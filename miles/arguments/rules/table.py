@@ -1,8 +1,9 @@
-"""All rules, in the order in which they are reported."""
+"""All rules, in the order in which they are reported: those that end the start, and those that only warn."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from miles.arguments.args import Args
 from miles.arguments.parser import ArgumentsError
@@ -42,11 +43,21 @@ RULES: tuple[Rule | RuleSet, ...] = (
     *architecture.RULES,
 )
 
+WARNINGS: tuple[Rule | RuleSet, ...] = (*availability.WARNINGS,)
+
 
 def check(args: Args) -> None:
-    """Raises: ArgumentsError with every broken rule."""
-    for warning in availability.idle_warnings(args):
+    """Log what is worth a warning, and keep it on `args` for the plan.
+
+    Raises: ArgumentsError with every broken rule.
+    """
+    args.set_warnings(_broken(WARNINGS, args))
+    for warning in args.warnings:
         logger.warning("%s", warning)
-    problems = [problem for rule in RULES if works(rule.system) for problem in rule.problems(args)]
+    problems = _broken(RULES, args)
     if problems:
-        raise ArgumentsError(dict.fromkeys(problems))
+        raise ArgumentsError(problems)
+
+
+def _broken(rules: Iterable[Rule | RuleSet], args: Args) -> list[str]:
+    return list(dict.fromkeys(p for rule in rules if works(rule.system) for p in rule.problems(args)))

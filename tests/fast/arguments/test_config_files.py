@@ -7,6 +7,8 @@ import base64
 import pytest
 
 from miles.arguments import ArgumentsError, parse_args
+from miles.arguments.plan import build_plan
+from miles.utils.imports import register_function
 
 
 @pytest.fixture
@@ -33,9 +35,31 @@ def test_yaml_overrides_the_command_line_and_is_typed(command, yaml):
     assert args.use_dynamic_batch_size is True
 
 
-def test_keys_that_are_no_flags_become_attributes_for_hooks(command, yaml):
-    args = parse_args(command("--custom-config-path", yaml("tis_mode: truncate\nrs_veto_threshold: 0.1\n")))
-    assert (args.tis_mode, args.rs_veto_threshold) == ("truncate", 0.1)
+def test_keys_that_are_no_flags_become_attributes_for_hooks_and_are_told_once(command, yaml, caplog):
+    args = parse_args(command("--custom-config-path", yaml("rs_mode: truncate\nrs_veto_threshold: 0.1\n")))
+    assert (args.rs_mode, args.rs_veto_threshold) == ("truncate", 0.1)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == build_plan(args)["warnings"]
+    assert told == [
+        "--custom-config-path: rs_mode, rs_veto_threshold are no flags and become attributes of args that only your own "
+        "functions read"
+    ]
+
+
+def test_a_key_that_may_be_a_misspelt_flag_is_told_with_the_flag(command, yaml):
+    (told,) = parse_args(command("--custom-config-path", yaml("batch-size: 4\n"))).warnings
+    assert "batch_size (did you mean micro_batch_size or global_batch_size or rollout_batch_size?) is no flag" in told
+
+
+def test_a_key_that_a_function_declared_is_no_surprise(command, yaml):
+    def generate(args, sample, sampling_params):
+        return sample
+
+    generate.add_arguments = lambda parser: parser.add_argument("--think-times", type=int, default=2)
+    register_function("yaml_test.generate", generate)
+    line = command("--custom-generate-function-path", "yaml_test.generate")
+    args = parse_args([*line, "--custom-config-path", yaml("think_times: 3\nlr: 0.5\n")])
+    assert args.think_times == 3 and args.warnings == ()
 
 
 def test_a_misspelt_key_is_not_taken_for_an_attribute(command, yaml, capsys):
