@@ -84,13 +84,7 @@ class RolloutDataSource(DataSource):
             raise ValueError("--prompt-data is not set: give a file, or pass --disable-rollout-global-dataset")
         if getattr(args, "multimodal_keys", None):
             raise ValueError("--multimodal-keys: image, video and audio prompts are not supported; drop the flag")
-        keys = DatasetKeys(
-            input=getattr(args, "input_key", "input"),
-            label=getattr(args, "label_key", None),
-            metadata=getattr(args, "metadata_key", "metadata"),
-            tools=getattr(args, "tool_key", "tools"),
-        )
-        limit = getattr(args, "rollout_max_prompt_len", None)
+        keys, limit = DatasetKeys.of_run(args), getattr(args, "rollout_max_prompt_len", None)
         self.rows, dropped = load_prompt_rows(args, args.prompt_data, keys, load_tokenizer(args), max_prompt_len=limit)
         self.num_overlong_prompts = dropped
         if dropped:

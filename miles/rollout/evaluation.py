@@ -14,7 +14,7 @@ from miles.rollout.eval_config import EvalDatasetConfig, load_eval_configs
 from miles.rollout.failures import flatten
 from miles.rollout.generate_and_rm import generate_and_rm_group
 from miles.rollout.generate_state import GenerateState
-from miles.rollout.rm_hub import RewardConfigError, reward_problems, row_problems
+from miles.rollout.rm_hub import RewardConfigError, prompt_row_problems, reward_problems
 from miles.utils.seeds import derive_seed
 from miles.utils.types import Group, RewardSpec, Sample, SampleStatus
 
@@ -38,7 +38,7 @@ class Evaluator:
             check_rewards(self.args, self._rows[config.name], config.metadata_overrides | own)
 
     def _load(self, config: EvalDatasetConfig, tokenizer: Any) -> list[PromptRow]:
-        keys = DatasetKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
+        keys = DatasetKeys.of_eval(self.args, config)
         rows, _ = load_prompt_rows(self.args, config.path, keys, tokenizer, max_prompt_len=config.max_prompt_len)
         return rows
 
@@ -119,9 +119,6 @@ def check_rewards(args: Any, rows: list[PromptRow], overrides: dict[str, Any] | 
     Args:
         overrides: metadata that every row gets on top of its own.
     """
-    named = [(row.where, {**row.metadata, **(overrides or {})}) for row in rows]
-    if getattr(args, "custom_generate_function_path", None) and not getattr(args, "rm_type", None):
-        named = [(where, metadata) for where, metadata in named if metadata.get("rm_type")]  # it may score by itself
-    problems = [*reward_problems(args), *row_problems(args, named)]
+    problems = [*reward_problems(args), *prompt_row_problems(args, rows, overrides)]
     if problems:
         raise RewardConfigError("\n".join(problems))

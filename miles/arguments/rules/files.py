@@ -1,4 +1,4 @@
-"""Files that must be there before anything starts: model directories, data, checkpoints, folders to write to."""
+"""Files that must be there before anything starts: model directories, checkpoints, folders to write to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles.arguments.args import FLAGS, Args
-from miles.arguments.resolve import DATA_SOURCE, TRACKER, has_checkpoint
+from miles.arguments.resolve import TRACKER, has_checkpoint
 from miles.arguments.rules.rule import Rule, RuleSet
 from miles.backends.training_utils.checkpoint import CheckpointError, resolve_load
 
@@ -38,40 +38,6 @@ def named_files(args: Args) -> Iterator[str]:
         there = os.path.isfile(value) if flag.path == "file" else os.path.isdir(value)
         if not there:
             yield f"{flag.option} {value}: no such {'file' if flag.path == 'file' else 'directory'}"
-
-
-def prompt_files(args: Args) -> Iterator[str]:
-    """Prompt data that the built-in data source would read."""
-    if args.data_source_path != DATA_SOURCE or not args.rollout_global_dataset or args.load_debug_rollout_data:
-        return
-    if args.prompt_data is None:
-        yield "--prompt-data is required: prompts to train on (or --data-source-path, --disable-rollout-global-dataset)"
-        return
-    yield from _missing_data("--prompt-data", args.prompt_data)
-
-
-def _missing_data(option: str, spec: str) -> Iterator[str]:
-    from miles.rollout.dataset import parse_slice, split_paths
-
-    for part in split_paths(spec):
-        path = parse_slice(part)[0]
-        if not os.path.isfile(path):
-            yield f"{option} {path}: no such file"
-
-
-def eval_files(args: Args) -> Iterator[str]:
-    from miles.rollout.eval_config import load_eval_configs
-
-    if args.eval_interval is None or (args.eval_config and args.eval_prompt_data):
-        return
-    try:
-        datasets = load_eval_configs(args)
-    except ValueError as error:
-        yield str(error)
-        return
-    option = "--eval-config" if args.eval_config else "--eval-prompt-data"
-    for dataset in datasets:
-        yield from _missing_data(f"{option} {dataset.name}", dataset.path)
 
 
 def chat_template(args: Args) -> Iterator[str]:
@@ -173,8 +139,6 @@ RULES = (
     RuleSet("template", templates),
     RuleSet("model-directory", model_directories),
     RuleSet("file-exists", named_files),
-    RuleSet("prompt-data", prompt_files),
-    RuleSet("eval-data", eval_files),
     RuleSet("chat-template", chat_template),
     RuleSet("output-folder", output_folders),
     RuleSet("checkpoint-to-load", checkpoint_to_load),

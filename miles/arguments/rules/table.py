@@ -13,6 +13,7 @@ from miles.arguments.rules import (
     architecture,
     availability,
     batch,
+    data,
     distillation,
     files,
     hooks,
@@ -39,11 +40,12 @@ RULES: tuple[Rule | RuleSet, ...] = (
     *megatron.RULES,
     *observing.RULES,
     *hooks.RULES,
+    *data.RULES,
     *files.RULES,
     *architecture.RULES,
 )
 
-WARNINGS: tuple[Rule | RuleSet, ...] = (*availability.WARNINGS,)
+WARNINGS: tuple[Rule | RuleSet, ...] = (*availability.WARNINGS, *data.WARNINGS)
 
 
 def check(args: Args) -> None:

@@ -14,7 +14,14 @@ from miles.rollout.rm_hub.scoring import (
     score_sample,
 )
 from miles.rollout.rm_hub.scoring_pool import ScoringPool
-from miles.rollout.rm_hub.validation import RewardConfigError, reward_problems, row_problems, validate_reward_config
+from miles.rollout.rm_hub.validation import (
+    RewardConfigError,
+    label_problems,
+    prompt_row_problems,
+    reward_problems,
+    row_problems,
+    validate_reward_config,
+)
 
 __all__ = [
     "RewardConfigError",
@@ -24,6 +31,8 @@ __all__ = [
     "batched_async_rm",
     "batched_outcomes",
     "close_rewards",
+    "label_problems",
+    "prompt_row_problems",
     "reward_problems",
     "row_problems",
     "score_group",

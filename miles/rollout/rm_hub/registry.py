@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 BOXED = "boxed_"
 
@@ -20,6 +20,7 @@ class RewardType:
             and loading is not on a scoring's clock.
         pooled: CPU-bound, so it runs in the scoring pool.
         uses_metadata: the row's metadata goes to the worker too.
+        label: what the row's label is to it: "needed", "used" where there is one, or "ignored".
         package, install: what must be importable, and how to get it.
         entries: keys of the dictionary that it returns; empty for a plain number.
     """
@@ -28,6 +29,7 @@ class RewardType:
     module: str
     pooled: bool = True
     uses_metadata: bool = False
+    label: Literal["needed", "used", "ignored"] = "ignored"
     package: str | None = None
     install: str | None = None
     entries: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ class RewardType:
         return f"--rm-type {self.name} needs the package {self.package}: {self.install}"
 
 
-_MATH: Any = {"package": "math_verify", "install": "pip install 'miles[tasks]' (or math-verify)"}
+_MATH: Any = {"label": "needed", "package": "math_verify", "install": "pip install 'miles[tasks]' (or math-verify)"}
 
 REWARD_TYPES = {
     t.name: t
@@ -51,20 +53,21 @@ REWARD_TYPES = {
         RewardType("math", "math_reward", **_MATH),
         RewardType("deepscaler", "deepscaler", **_MATH),
         RewardType("gemma_math", "gemma_math", **_MATH),
-        RewardType("dapo", "dapo", entries=("score", "acc", "pred")),
-        RewardType("f1", "f1"),
-        RewardType("gpqa", "gpqa", uses_metadata=True),
+        RewardType("dapo", "dapo", label="needed", entries=("score", "acc", "pred")),
+        RewardType("f1", "f1", label="needed"),
+        RewardType("gpqa", "gpqa", label="used", uses_metadata=True),
         RewardType(
             "ifbench", "ifbench", uses_metadata=True, package="if_verifiable", install="pip install if-verifiable"
         ),
         RewardType(
             "reasoning_gym",
             "reasoning_gym_reward",
+            label="used",
             uses_metadata=True,
             package="reasoning_gym",
             install="pip install 'miles[tasks]' (or reasoning-gym)",
         ),
-        RewardType("remote_rm", "remote_rm", pooled=False),
+        RewardType("remote_rm", "remote_rm", label="used", pooled=False),
         RewardType("random", "random_reward", pooled=False),
         RewardType("deterministic_random", "deterministic_random", pooled=False),
     )

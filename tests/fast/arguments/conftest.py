@@ -60,6 +60,7 @@ def fields(tmp_path: Path, model: Path) -> dict[str, Any]:
     return {
         "hf_checkpoint": str(model),
         "prompt_data": str(prompts),
+        "rm_type": "deterministic_random",
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
         "num_rollout": 3,

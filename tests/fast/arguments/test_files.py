@@ -42,34 +42,6 @@ def test_the_reference_model_is_checked_when_it_is_used(problems, tmp_path):
     assert problem.startswith(f"--ref-load {other}: missing weights")
 
 
-def test_prompt_data(problems, fields):
-    assert "--prompt-data is required" in problems(prompt_data=None)[0]
-    assert problems(prompt_data=fields["prompt_data"] + "@[0:1]") == []
-    two = fields["prompt_data"] + ",/nowhere.jsonl"
-    assert problems(prompt_data=two) == ["--prompt-data /nowhere.jsonl: no such file"]
-    assert problems(prompt_data=None, rollout_global_dataset=False) == []
-
-
-def test_eval_data(problems, fields):
-    good = ["math", fields["prompt_data"]]
-    assert problems(eval_interval=1, eval_prompt_data=good) == []
-    assert problems(eval_interval=1, eval_prompt_data=[fields["prompt_data"]]) == []
-    assert problems(eval_interval=1, eval_prompt_data=["m", "/nowhere.jsonl"]) == [
-        "--eval-prompt-data m /nowhere.jsonl: no such file"
-    ]
-    assert "given twice: math" in problems(eval_interval=1, eval_prompt_data=good + good)[0]
-    assert problems(eval_interval=1, eval_prompt_data=[*good, "odd"]) != []
-
-
-def test_eval_config(problems, tmp_path, fields):
-    config = tmp_path / "eval.yaml"
-    config.write_text(
-        json.dumps({"eval": {"datasets": [{"name": "m", "path": fields["prompt_data"], "tempreture": 1}]}})
-    )
-    (problem,) = problems(eval_interval=1, eval_config=str(config))
-    assert "--eval-config" in problem and "tempreture" in problem
-
-
 def test_a_chat_template_must_exist_somewhere(problems, model, tmp_path):
     assert problems(apply_chat_template=True) == []
     (model / "tokenizer_config.json").write_text("{}")

@@ -150,7 +150,7 @@ def test_defaults_are_importable_and_have_the_right_signature():
     ],
 )
 def test_built_in_rewards_are_checked(changes, said, problems):
-    (problem,) = problems(**changes)
+    (problem,) = problems(label_key="label", **changes)
     assert said in problem
 
 

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from miles.rollout.data_source import RolloutDataSource
-from miles.rollout.dataset import DatasetError
+from miles.rollout.dataset import DatasetKeys, look_at_prompt_rows
+from miles.rollout.prompt_files import DatasetError
 from tests.fast.rollout.fakes import make_args, write_jsonl
 
 
@@ -114,13 +115,37 @@ def test_all_bad_rows_are_reported_together_with_file_and_row(model_dir, tmp_pat
         3: "must be a JSON object",
         5: "'input' is null",
         6: "no field 'input' (it has label); set --input-key",
-        7: "no field 'label'; set --label-key",
+        7: "no field 'label' (it has input); set --label-key",
         8: "'input' is empty",
         9: "list of messages with roles",
         10: "'metadata' is a string that is not JSON",
         11: "'tools' must be a list",
     }.items():
         assert any(line.strip().startswith(f"{file} row {row}: ") and what in line for line in text.splitlines()), row
+
+
+def test_one_bad_row_is_one_row_and_its_column_is_that_of_the_line(model_dir, tmp_path):
+    file = tmp_path / "cut.jsonl"
+    file.write_text('{"input": "q", "label": "1"}\n  {"input": "q"  \n')
+    with pytest.raises(DatasetError) as error:
+        source(model_dir, str(file))
+    assert str(error.value) == (
+        f"1 bad row in --prompt-data:\n  {file} row 2: not JSON: Expecting ',' delimiter at column 16"
+    )
+
+
+@pytest.mark.parametrize("part", ["@[a:b]", "@[1]", "@[0:4:2]", "@[0:4", "@0:4", "@[-:2]", "[0:4]"])
+def test_a_slice_that_is_none_is_not_taken_for_a_missing_file(model_dir, tmp_path, part):
+    data = write_jsonl(tmp_path / "a.jsonl", [{"input": "q", "label": "1"}])
+    with pytest.raises(DatasetError) as error:
+        source(model_dir, data + part)
+    assert str(error.value).startswith(f"--prompt-data {data}{part}: {part} is no slice of rows.")
+    assert f"{data}@[0:100]" in str(error.value)
+
+
+def test_a_file_with_an_odd_name_is_a_file(model_dir, tmp_path):
+    data = write_jsonl(tmp_path / "b.json@[a:b].jsonl", [{"input": "q", "label": "1"}])
+    assert labels(model_dir, data) == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +165,64 @@ def test_unusable_files_are_named(model_dir, tmp_path, name, text, message):
     with pytest.raises(DatasetError, match=message) as error:
         source(model_dir, str(tmp_path / name))
     assert name in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes(b'{"input": "caf\xe9"}')
+        with pytest.raises(DatasetError, match=rf"--prompt-data .*{name}: not UTF-8 text: .*0xe9"):
+            source(model_dir, str(tmp_path / name))
+
+
+# ---- a look at the data before the run -------------------------------------------------------------------------------
+
+
+KEYS = DatasetKeys(label="label")
+
+
+def test_a_look_finds_what_the_run_would(tmp_path):
+    rows = [{"input": "q", "label": 1.50}, {"input": "q"}]
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [(r.prompt, r.label) for r in look_at_prompt_rows(f"{data}@[:1]", KEYS)[0]] == [("q", "1.5")]
+    _, wrong = look_at_prompt_rows(f"{data},/nowhere.json", KEYS)
+    assert wrong == [
+        f"1 bad row in --prompt-data:\n  {data} row 2: no field 'label' (it has input); set --label-key",
+        "--prompt-data /nowhere.json: no such file",
+    ]
+    assert "no rows" in look_at_prompt_rows(f"{data}@[5:]", KEYS)[1][0]
+
+
+def large(directory, suffix):
+    """100 rows, of which the last is bad."""
+    rows = [{"input": "q" * 50, "label": str(i)} for i in range(99)] + [{"input": "", "label": "99"}]
+    file = directory / f"large{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        between = "\n" if suffix == ".jsonl" else ","
+        text = between.join(map(json.dumps, rows))
+        file.write_text(text if suffix == ".jsonl" else f"[{text}]")
+    return str(file)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_of_a_large_file_a_look_sees_the_head(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("miles.rollout.dataset._HEAD_BYTES", 1000)
+    monkeypatch.setattr("miles.rollout.prompt_files._HEAD_ROWS", 10)
+    file = large(tmp_path, suffix)
+    rows, wrong = look_at_prompt_rows(file, KEYS)
+    assert wrong == [] and 5 <= len(rows) <= 20
+    assert [r.label for r in look_at_prompt_rows(f"{file}@[2:4]", KEYS)[0]] == ["2", "3"]
+    for part in ("[-3:]", "[90:]", "[:-3]"):
+        assert look_at_prompt_rows(f"{file}@{part}", KEYS) == ([], []), "where such a slice starts is not known yet"
+    monkeypatch.setattr("miles.rollout.dataset._HEAD_BYTES", 1 << 20)
+    assert "row 100: 'input' is empty" in look_at_prompt_rows(file, KEYS)[1][0]
+
+
+def test_a_look_at_a_large_array_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("miles.rollout.dataset._HEAD_BYTES", 10)
+    (tmp_path / "a.json").write_text(json.dumps({"rows": list(range(100))}))
+    assert "not a JSON array of rows" in look_at_prompt_rows(str(tmp_path / "a.json"), KEYS)[1][0]
 
 
 def test_a_chat_template_is_applied_to_strings_and_messages(model_dir, tmp_path):

@@ -9,9 +9,9 @@ import pytest
 
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
-from miles.rollout.dataset import DatasetError
 from miles.rollout.eval_config import load_eval_configs
 from miles.rollout.inference_rollout import InferenceRolloutFn
+from miles.rollout.prompt_files import DatasetError
 from miles.rollout.rm_hub import RewardConfigError
 from miles.tracking.rollout_metrics import compute_eval_metrics
 from miles.utils.imports import ImportPathError, register_function
