@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miles.arguments.args import Args
+from miles.arguments.resolve import BUILT_IN_ROLLOUTS
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,12 @@ class Owner:
 
     turn_on: str
     is_on: Callable[[Args], bool]
+
+
+def _cuts_groups_off(a: Args) -> bool:
+    """Whether a full batch may leave groups unfinished: the built-in rollout asks for no more than it needs otherwise."""
+    own = a.rollout_function_path not in BUILT_IN_ROLLOUTS
+    return own or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0)
 
 
 OWNERS: dict[str, Owner] = {
@@ -31,6 +38,7 @@ OWNERS: dict[str, Owner] = {
     "save": Owner("--save", lambda a: a.save is not None),
     "save-any": Owner("--save or --save-hf", lambda a: a.save is not None or a.save_hf is not None),
     "load": Owner("--load", lambda a: a.load is not None or "load" in a.derived),
+    "over-sampling": Owner("--over-sampling-batch-size above --rollout-batch-size", _cuts_groups_off),
     "partial-rollout": Owner("--partial-rollout", lambda a: a.partial_rollout),
     "fully-async": Owner("--fully-async", lambda a: a.fully_async),
     "check-weight-update": Owner("--check-weight-update-equal", lambda a: a.check_weight_update_equal),

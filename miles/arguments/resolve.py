@@ -202,6 +202,7 @@ def _run_name(a: Args) -> dict[str, Any]:
 
 
 ROLLOUT_FUNCTION = "miles.rollout.inference_rollout.InferenceRolloutFn"
+BUILT_IN_ROLLOUTS = (ROLLOUT_FUNCTION, "miles.rollout.sglang_rollout.generate_rollout")
 FULLY_ASYNC_FUNCTION = "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"
 DATA_SOURCE = "miles.rollout.data_source.RolloutDataSourceWithBuffer"
 

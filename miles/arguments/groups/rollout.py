@@ -49,18 +49,20 @@ class RolloutArgs:
         later={"sample": "fully-async"},
     )
     partial_rollout: bool = flag(
-        False, "Keep what an aborted sample has generated and continue it in the next rollout."
+        False,
+        "Keep what an aborted sample has generated and continue it in the next rollout.",
+        owner="over-sampling",
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, "Do not train the tokens that earlier weights generated.", owner="partial-rollout"
     )
     custom_rollout_log_function_path: str | None = flag(
         None,
-        "(rollout_id, args, samples, metrics, seconds) -> True to skip the built-in rollout metrics.",
+        "(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> True to skip the built-in rollout metrics.",
         hook="rollout_log",
     )
     custom_eval_rollout_log_function_path: str | None = flag(
-        None, "(rollout_id, args, data, metrics) -> True to skip the built-in eval metrics.", hook="eval_log"
+        None, "(rollout_id, args, data, extra_metrics) -> True to skip the built-in eval metrics.", hook="eval_log"
     )
     buffer_filter_path: str | None = flag(
         None, "Takes groups out of the buffer: (args, rollout_id, buffer, num_samples) -> groups.", hook="buffer_filter"
@@ -69,7 +71,9 @@ class RolloutArgs:
         None, "Marks samples to leave out of the loss: (args, groups), sets sample.remove_sample.", hook="sample_filter"
     )
     rollout_all_samples_process_path: str | None = flag(
-        None, "Sees every sample of a batch, dropped ones too: (args, all_samples, data_source).", hook="all_samples"
+        None,
+        "Sees every finished group of a rollout, filtered ones too: (args, all_samples, get_samples).",
+        hook="all_samples",
     )
     rollout_data_postprocess_path: str | None = flag(
         None,

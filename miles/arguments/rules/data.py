@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from miles.arguments.args import Args
-from miles.arguments.resolve import DATA_SOURCE, ROLLOUT_FUNCTION
+from miles.arguments.resolve import BUILT_IN_ROLLOUTS, DATA_SOURCE
 from miles.arguments.rules.rule import RuleSet
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def _reads_prompts(args: Args) -> bool:
 
 def _scores(args: Args) -> bool:
     """Whether the built-in rollout function asks for rewards."""
-    return args.rollout_function_path == ROLLOUT_FUNCTION and not args.debug_train_only
+    return args.rollout_function_path in BUILT_IN_ROLLOUTS and not args.debug_train_only
 
 
 def _fills_no_labels(args: Args) -> bool:
@@ -55,7 +55,7 @@ def eval_data(args: Args) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    scored = args.eval_function_path == ROLLOUT_FUNCTION and not args.debug_train_only
+    scored = args.eval_function_path in BUILT_IN_ROLLOUTS and not args.debug_train_only
     for dataset in datasets:
         own = dataset.metadata_overrides | ({"rm_type": dataset.rm_type} if dataset.rm_type else {})
         yield from _problems_of(args, dataset.path, DatasetKeys.of_eval(args, dataset), scored=scored, overrides=own)

@@ -69,6 +69,7 @@ def test_a_flag_without_its_switch_is_an_error(problems):
         ({"n_samples_per_eval_prompt": 2}, "--n-samples-per-eval-prompt"),
         ({"rollout_health_check_interval": 5.0}, "--rollout-health-check-interval"),
         ({"mask_offpolicy_in_partial_rollout": True}, "--mask-offpolicy-in-partial-rollout"),
+        ({"partial_rollout": True}, "--partial-rollout"),
         ({"apply_chat_template_kwargs": {"a": 1}}, "--apply-chat-template-kwargs"),
         ({"gamma": 0.5}, "--gamma"),
         ({"opsm_delta": 0.5}, "--opsm-delta"),
@@ -76,6 +77,17 @@ def test_a_flag_without_its_switch_is_an_error(problems):
 )
 def test_settings_of_what_is_switched_off(changes, option, problems):
     assert any(f"{option} has no effect without" in p for p in problems(**changes)), problems(**changes)
+
+
+def test_a_partial_rollout_needs_groups_that_a_full_batch_cuts_off(problems):
+    (problem,) = problems(partial_rollout=True)
+    assert problem == (
+        "--partial-rollout has no effect without --over-sampling-batch-size above --rollout-batch-size: set that, or drop it"
+    )
+    assert problems(partial_rollout=True, over_sampling_batch_size=4) == [problem], "4 is --rollout-batch-size"
+    assert problems(partial_rollout=True, over_sampling_batch_size=6) == []
+    own = {"rollout_function_path": "miles.rollout.sleep_rollout.sleep"}
+    assert problems(partial_rollout=True, **own) == [], "another rollout function may cut off what it likes"
 
 
 def test_what_public_commands_pass_out_of_habit_is_a_warning(problems, caplog):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from miles.arguments.args import FLAGS
+from miles.arguments.rules.hooks import HOOKS, Call
+from miles.arguments.systems import works
 from miles.utils.imports import register_function
 
 
@@ -139,6 +144,17 @@ def test_defaults_are_importable_and_have_the_right_signature():
 
     assert list(problems_of("--data-source-path", "data_source", DATA_SOURCE)) == []
     assert list(problems_of("--rollout-function-path", "rollout", ROLLOUT_FUNCTION)) == []
+
+
+def test_the_help_of_every_hook_shows_the_signature_that_the_guide_explains():
+    guide = (Path(__file__).parents[3] / "docs" / "customize.md").read_text()
+    for flag in FLAGS.values():
+        call = getattr(HOOKS.get(flag.hook), "__self__", None)
+        if not isinstance(call, Call) or call.keywords or not works(flag.system):
+            continue
+        (shown, *_) = re.findall(r"\([a-z_]+(?:, \w+)*\)", flag.help)
+        assert call.positional == shown.count(",") + 1, flag.option
+        assert shown.rstrip(")") in guide, f"{flag.option} {shown}"
 
 
 @pytest.mark.parametrize(

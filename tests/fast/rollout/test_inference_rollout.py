@@ -317,7 +317,7 @@ async def test_sample_hooks_see_the_batch_and_all_finished_groups(run_args):
         data[0][0].remove_sample = True
 
     def everything(args, samples, get_samples):
-        seen["groups"], seen["callable"] = len(samples), callable(get_samples)
+        seen["groups"], seen["next"] = len(samples), get_samples(1)[0][0].prompt
 
     register_function("test.remove_first", remove_first)
     register_function("test.everything", everything)
@@ -329,4 +329,4 @@ async def test_sample_hooks_see_the_batch_and_all_finished_groups(run_args):
     )
     output = await rollout(build(args, FakePool())[0])
     assert output.samples[0][0].remove_sample
-    assert seen == {"groups": 5, "callable": True}
+    assert seen == {"groups": 5, "next": "question 5"}, "the third argument draws further prompts"
