@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from miles.backends.engine_api.errors import EngineRejected, EngineStartError
+from miles.rollout.rm_hub.failures import WAYS_OUT
 from miles.router.engine_pool import NoEngineError
 from miles.utils.types import Sample, SampleStatus
 
@@ -84,8 +85,12 @@ class FailureLog:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.categories.items()))
         raise RolloutError(
             f"{self.groups} of {requested} groups failed, more than --max-failed-group-ratio {self.max_ratio} allows "
-            f"({counts}). First failures:\n  " + "\n  ".join(self.messages[:3])
+            f"({counts}). First failures:\n  " + "\n  ".join(self.messages[:3]) + self._ways_out()
         )
+
+    def _ways_out(self) -> str:
+        known = [name for name, _ in self.categories.most_common() if name in WAYS_OUT]
+        return "".join(f"\nWhat to do about {name}: {WAYS_OUT[name]}" for name in known)
 
     def metrics(self) -> dict[str, float]:
         counts = {f"rollout/error_cat/{name}": float(n) for name, n in sorted(self.categories.items())}

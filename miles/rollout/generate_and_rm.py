@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -54,12 +55,19 @@ async def _generate(state: GenerateState, sample: Sample, params: dict[str, Any]
             raise
         logger.debug("sample %s failed to generate", sample.index, exc_info=True)
         category = failure_category(error, "generation_error")
-        sample.fail(category, f"sample {sample.index}: {_text(error)}", permanent=is_permanent(error))
+        sample.fail(category, _naming(sample, _text(error)), permanent=is_permanent(error))
         return sample
 
 
 def _text(error: Exception) -> str:
+    if str(error) and hasattr(error, "category"):  # an error of ours, written to be read
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _naming(sample: Sample, text: str) -> str:
+    """The text, with the sample's name in front where it does not have it."""
+    return text if re.search(rf"\bsample {sample.index}\b", text) else f"sample {sample.index}: {text}"
 
 
 def _adopt(source: Sample, result: Execution) -> Execution:
@@ -126,7 +134,7 @@ async def _ask_for_rewards(
             break
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, RewardFailure):
-            sample.fail(outcome.category, f"sample {sample.index}: {outcome.message}", permanent=True)
+            sample.fail(outcome.category, _naming(sample, outcome.message), permanent=True)
         else:
             sample.reward = outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from miles.arguments.args import Args
+from miles.arguments.rules.architecture import read_config
 from miles.arguments.rules.rule import Rule
 
 
@@ -48,6 +49,19 @@ def _one_prompt_one_sample(a: Args) -> bool:
         and centred
         and not own
     )
+
+
+def _positions(a: Args) -> int | None:
+    return read_config(a.hf_checkpoint).get("max_position_embeddings")
+
+
+def _beyond_the_model(a: Args) -> list[str]:
+    """Context lengths that are longer than what an engine takes."""
+    given = [
+        name for name in ("rollout_max_context_len", "eval_max_context_len") if name in a.given and getattr(a, name)
+    ]
+    positions = _positions(a) if given else None
+    return [name for name in given if positions is not None and getattr(a, name) > positions]
 
 
 RULES = (
@@ -121,5 +135,13 @@ RULES = (
         ),
         "--rollout-max-response-len {rollout_max_response_len} leaves no room for a prompt in --rollout-max-context-len "
         "{rollout_max_context_len}: lower the one or raise the other",
+    ),
+    Rule(
+        "context-fits-the-model",
+        lambda a: a.rollout_engine == "embedded" and not a.debug_train_only and _beyond_the_model(a),
+        lambda a: (
+            f"{a.options(_beyond_the_model(a))} is beyond the {_positions(a)} positions of --hf-checkpoint {a.hf_checkpoint} "
+            "(max_position_embeddings): lower it, or leave it out"
+        ),
     ),
 )

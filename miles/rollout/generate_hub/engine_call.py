@@ -43,10 +43,12 @@ async def sample_tokens(input: GenerateFnInput) -> None:
     sample, budget = input.sample, token_budget(input)
     if budget <= 0:
         if sample.response_length == 0:
+            context = _context_length(input) or 0
+            flag = "--eval-max-prompt-len" if input.evaluation else "--rollout-max-prompt-len"
             raise GenerationError(
                 "prompt_too_long",
-                f"sample {sample.index}: a prompt of {len(sample.tokens)} tokens leaves no room for a response "
-                f"(context {_context_length(input)}); set --rollout-max-prompt-len to leave such prompts out",
+                f"sample {sample.index}: a prompt of {len(sample.tokens)} tokens leaves no room for a response in a context "
+                f"of {context}; {flag} {context - 1} leaves such prompts out",
                 permanent=True,
             )
         sample.status = SampleStatus.TRUNCATED

@@ -6,7 +6,9 @@ import asyncio
 import contextvars
 import inspect
 import threading
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from miles.rollout.rm_hub.failures import REWARD_ERROR, REWARD_TIMEOUT, RewardFailure
@@ -35,10 +37,10 @@ async def call_custom(path: str, args: Any, target: Any, who: str, kwargs: dict[
     except RewardFailure:
         raise
     except Exception as error:
-        raise _as_failure(error, who, args.reward_timeout) from error
+        raise _as_failure(error, function, who, args.reward_timeout) from error
 
 
-def _as_failure(error: Exception, who: str, timeout_s: float) -> RewardFailure:
+def _as_failure(error: Exception, function: Callable, who: str, timeout_s: float) -> RewardFailure:
     if isinstance(error, RewardBlocked):
         why = "blocked its event loop instead of awaiting; blocking work belongs into a plain function, or asyncio.to_thread"
         return RewardFailure(
@@ -46,7 +48,15 @@ def _as_failure(error: Exception, who: str, timeout_s: float) -> RewardFailure:
         )
     if isinstance(error, TooLate):
         return RewardFailure(REWARD_TIMEOUT, f"{who} did not answer within {timeout_s:g} s (--reward-timeout)")
-    return RewardFailure(REWARD_ERROR, f"{who} raised {type(error).__name__}: {error}")
+    return RewardFailure(REWARD_ERROR, f"{who} raised {type(error).__name__}: {error}{_place(error, function)}")
+
+
+def _place(error: Exception, function: Callable) -> str:
+    """` (rewards.py line 7, in parse)`: the last line of the user's own file on the way to the error."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames[-1:]
+    return f" ({Path(own[-1].filename).name} line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
 def _is_async(function: Callable) -> bool:

@@ -15,16 +15,17 @@ REWARD_LENGTH = "reward_length"  # a list of another length than the samples
 REWARD_DATA = "reward_data"  # the data row lacks what the reward needs
 REWARD_CONFIG = "reward_config"  # no usable reward is named for the sample
 
-CATEGORIES = (
-    REWARD_ERROR,
-    REWARD_TIMEOUT,
-    REWARD_NONE,
-    REWARD_NAN,
-    REWARD_TYPE,
-    REWARD_LENGTH,
-    REWARD_DATA,
-    REWARD_CONFIG,
-)
+WAYS_OUT = {
+    REWARD_ERROR: "make the reward function return a number for such a sample; where it raised is in the message",
+    REWARD_TIMEOUT: "raise --reward-timeout, or bound what the reward function waits for",
+    REWARD_NONE: "return a number on every path of the reward function; a filter drops what shall not train",
+    REWARD_NAN: "return a finite number: look for divisions and means of nothing in the reward function",
+    REWARD_TYPE: "return a number, or a dictionary whose --reward-key entry is one",
+    REWARD_LENGTH: "return one reward a sample, in their order",
+    REWARD_DATA: "give the row what its reward compares with: --label-key and --metadata-key name the columns",
+    REWARD_CONFIG: "set --rm-type, --custom-rm-path or the row's metadata['rm_type'] to a reward that exists",
+}
+CATEGORIES = tuple(WAYS_OUT)
 
 
 class RewardFailure(Exception):

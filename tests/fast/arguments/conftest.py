@@ -27,6 +27,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
     "attention_dropout": 0.0,
+    "max_position_embeddings": 2048,
 }
 
 

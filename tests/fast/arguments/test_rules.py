@@ -46,6 +46,10 @@ BROKEN = {
         {"rollout_max_context_len": 8, "rollout_max_response_len": 8},
         "--rollout-max-response-len 8 leaves no room",
     ),
+    "context-fits-the-model": (
+        {"rollout_max_context_len": 4096, "rollout_engine": "embedded"},
+        "--rollout-max-context-len 4096 is beyond the 2048 positions of --hf-checkpoint",
+    ),
     "one-half-of-a-run": (
         {"debug_rollout_only": True, "debug_train_only": True},
         "--debug-rollout-only starts no trainer",

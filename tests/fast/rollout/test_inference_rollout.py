@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 
 import pytest
 
@@ -15,7 +17,7 @@ from miles.rollout.inference_rollout import InferenceRolloutFn
 from miles.router.engine_pool import NoEngineError
 from miles.utils.imports import register_function
 from miles.utils.types import Sample, SampleStatus
-from tests.fast.rollout.fakes import FakePool
+from tests.fast.rollout.fakes import FakePool, write_jsonl
 
 
 def build(args, pool):
@@ -296,6 +298,63 @@ async def test_executions_that_fan_out_share_one_rollout_id_and_one_reward_call(
     execution = output.samples[1][0]
     assert len(execution) == 2
     assert {s.rollout_id for s in execution} == {execution[0].index} == {2}
+
+
+async def broken_verifier(args, sample):
+    return float({}["verdict"])
+
+
+async def endless(args, sample):
+    await asyncio.sleep(1e6)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said", "way_out"),
+    [
+        (lambda args, sample: None, "returned None", "about reward_none: return a number on every path"),
+        (lambda args, sample: math.nan, "returned nan", "about reward_nan: return a finite number"),
+        (
+            broken_verifier,
+            r"raised KeyError: 'verdict' \(test_inference_rollout.py line \d+, in broken_verifier\)",
+            "about reward_error: make the reward function",
+        ),
+        (endless, r"did not answer within 0.3 s \(--reward-timeout\)", "about reward_timeout: raise --reward-timeout"),
+    ],
+)
+async def test_a_reward_that_is_no_number_stops_the_run_with_its_name_the_sample_and_a_way_out(
+    run_args, reward, said, way_out
+):
+    register_function("test.no_number", reward)
+    args = run_args(custom_rm_path="test.no_number", reward_timeout=0.3, max_sample_retries=0)
+    with pytest.raises(RolloutError) as error:
+        await rollout(build(args, FakePool())[0])
+    text = str(error.value)
+    assert re.search(rf"\n  reward_\w+: reward test.no_number, sample \d+, {said}", text), text
+    assert f"What to do {way_out}" in text
+
+
+async def test_prompts_beyond_the_models_context_are_replaced_or_end_the_run_with_the_length_to_set(run_args, tmp_path):
+    rows = [{"input": "x" * (600 if i == 1 else 5), "label": ""} for i in range(12)]
+    args = run_args(prompt_data=write_jsonl(tmp_path / "some.jsonl", rows))
+    output = await rollout(build(args, FakePool())[0])
+    assert [group[0].index for group in output.samples] == [0, 4, 6, 8]
+    assert output.metrics["rollout/error_cat/prompt_too_long"] == 2.0
+    args = run_args(prompt_data=write_jsonl(tmp_path / "all.jsonl", [rows[1]] * 12))
+    with pytest.raises(RolloutError) as error:
+        await rollout(build(args, FakePool())[0])
+    assert (
+        "\n  prompt_too_long: sample 0: a prompt of 600 tokens leaves no room for a response in a context of 512; "
+        "--rollout-max-prompt-len 511 leaves such prompts out\n" in str(error.value)
+    )
+
+
+async def test_groups_with_a_sample_that_has_no_reward_are_replaced_and_never_scored_zero(run_args):
+    register_function("test.some_none", lambda args, sample: None if sample.index == 3 else 1.0)
+    args = run_args(custom_rm_path="test.some_none", max_sample_retries=0)
+    output = await rollout(build(args, FakePool())[0])
+    assert [[s.index for s in group] for group in output.samples] == [[0, 1], [4, 5], [6, 7], [8, 9]]
+    assert {s.reward for group in output.samples for s in group} == {1.0}
+    assert output.metrics["rollout/error_cat/reward_none"] == output.metrics["rollout/failed_groups"] == 1.0
 
 
 async def test_a_generate_function_may_score_by_itself(run_args):

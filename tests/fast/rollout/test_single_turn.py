@@ -111,7 +111,9 @@ async def test_the_context_length_bounds_the_response(tmp_path):
 
 async def test_a_prompt_that_fills_the_context_is_refused_for_good(model_dir):
     state = state_for(model_dir, OneAnswer(), rollout_max_context_len=4)
-    with pytest.raises(GenerationError, match=r"5 tokens leaves no room .*--rollout-max-prompt-len") as error:
+    with pytest.raises(
+        GenerationError, match=r"5 tokens leaves no room .* of 4; --rollout-max-prompt-len 3 leaves"
+    ) as error:
         await run(state, Sample(prompt="abcde"))
     assert error.value.permanent
 
