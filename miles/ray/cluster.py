@@ -178,6 +178,8 @@ class Cluster:
     def _finish_step(self, rollout_id: int, seconds: float) -> None:
         times = {f"perf/{name}_time": value for name, value in self._times.items()}
         times["perf/step_time"] = seconds
+        # A part that timed itself has said so already; a second point at the same step would only confuse plots.
+        times = {name: value for name, value in times.items() if name not in self._metrics}
         self.tracker.log(times, step_key="rollout/step", step=rollout_id)
         self.progress.step(rollout_id, self._metrics | times)
 
@@ -239,7 +241,9 @@ class Cluster:
             steps = await self.trainer.train(batch)
         batch.data_ref.clear()
         for i, metrics in enumerate(steps):
-            rollout_side = {k: v for k, v in metrics.items() if not k.startswith("train/")}
+            # What was measured where the batch was made is not said twice; contracts are, of what reached the trainer.
+            told = {k for k in batch.metrics if not k.startswith("contract/")}
+            rollout_side = {k: v for k, v in metrics.items() if not k.startswith("train/") and k not in told}
             train_side = {k: v for k, v in metrics.items() if k.startswith("train/")}
             if rollout_side:
                 self._log(rollout_side, "rollout/step", rollout_id)

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from tests.e2e.harness import processes_of
+from tests.helpers.tiny_models import make_tiny_model
 
 
 def test_one_step_overlap_trains_on_samples_one_update_old(flags, launch):
@@ -96,6 +99,31 @@ def test_sentinel_saves_out_of_turn_and_exit_after_rollout_stops(flags, launch, 
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
     assert not sentinel.exists()
     assert processes_of(run.run_dir) == []
+
+
+def test_another_family_trains_and_its_metrics_reach_tensorboard_and_wandb(flags, launch, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = launch(
+        flags(
+            hf_checkpoint=make_tiny_model(tmp_path / "qwen2", "qwen2"),
+            num_rollout=2,
+            use_tensorboard=True,
+            use_wandb=True,
+            wandb_mode="offline",
+        )
+    )
+    run = run.wait().check()
+    assert max(run.series("train/train_rollout_logprob_abs_diff").values()) < 1e-4
+    events = EventAccumulator(str(run.run_dir / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {name for row in run.rows for name in row} - tags == {"_time", "step", "step_key"}
+    for name in ("rollout/raw_reward", "train/loss", "perf/step_time", "perf/update_weights_time"):
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [
+            (step, pytest.approx(value)) for step, value in run.series(name).items()
+        ]
+    assert list((run.run_dir / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_check_weight_update_equal_passes_on_a_real_run(flags, launch):

@@ -1,10 +1,13 @@
-"""When periodic actions fall, and which of several trainer failures is told."""
+"""When periodic actions fall, which of several trainer failures is told, and what a step logs."""
 
 import asyncio
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from miles.ray.cluster import is_due
+from miles.ray.cluster import Cluster, is_due
+from miles.ray.rollout_manager import RolloutBatch
 from miles.ray.train_group import TrainerDied, _root_cause
 
 
@@ -31,3 +34,32 @@ def test_the_rank_that_failed_by_itself_is_told_not_its_peers():
     assert _root_cause([peer]) is peer
     with pytest.raises(asyncio.CancelledError):
         raise _root_cause([])
+
+
+class Trainer:
+    """Two optimizer steps a batch; measures the reward of the batch once more."""
+
+    async def train(self, batch):
+        own = {"rollout/raw_reward": 0.5, "rollout/advantages": 0.0, "contract/token_exact_ratio": 1.0}
+        return [{"train/loss": 1.0, **own}, {"train/loss": 0.5}]
+
+
+async def test_a_step_logs_each_metric_once_on_the_axis_where_it_belongs():
+    cluster = Cluster(SimpleNamespace(num_rollout=3))
+    rows = []
+    cluster.tracker = SimpleNamespace(log=lambda metrics, step_key, step: rows.append((step_key, step, dict(metrics))))
+    cluster.progress = SimpleNamespace(phase=lambda name: None, step=lambda *a: None, begin=lambda *a: None)
+    cluster.args.debug_exit_after_rollout = None
+    cluster.trainer, cluster.start_rollout_id = Trainer(), 2
+    for step in cluster.steps():
+        await cluster.train(step, RolloutBatch(step, [], [], {"rollout/raw_reward": 0.5}))
+        with cluster._timed("update_weights"):
+            cluster._log({"perf/update_weights_time": 0.25}, "rollout/step", step)
+    points = Counter((axis, step, name) for axis, step, metrics in rows for name in metrics)
+    assert max(points.values()) == 1, points
+    assert {(axis, step) for axis, step, name in points if name == "train/loss"} == {
+        ("train/step", 4),
+        ("train/step", 5),
+    }
+    on_rollout = {name for axis, step, name in points if (axis, step) == ("rollout/step", 2)}
+    assert on_rollout >= {"rollout/raw_reward", "rollout/advantages", "perf/train_time", "perf/update_weights_time"}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,28 @@ def test_tensorboard_folders_follow_the_flags(args, tmp_path):
     tracker.log({"train/loss": 1.0}, step_key="train/step", step=0)
     tracker.close()
     assert list((tmp_path / "tb" / "words" / "run").glob("events*"))
+
+
+def read_wandb(file):
+    """The records of an offline run: protocol buffers in a LevelDB log, of 32 KiB blocks, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:  # no chunk begins in the last bytes of a block
+            at += room
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def item_name(item):
+    return item.key or "/".join(item.nested_key)
 
 
 class FakeRun:
@@ -148,14 +171,27 @@ def test_disabled_wandb_is_no_sink(args):
     assert not any(isinstance(sink, WandbSink) for sink in Tracker(args).sinks)
 
 
-def test_offline_wandb_writes_a_run_for_real(args):
+def test_offline_wandb_writes_a_run_with_every_name_over_its_axis(args):
     args.use_wandb, args.wandb_mode = True, "offline"
     tracker = Tracker(args)
-    tracker.log({"train/loss": 1.0}, step_key="train/step", step=0)
-    assert tracker.state_dict()["wandb"]["run_id"]
+    tracker.log({"rollout/raw_reward": 0.5, "perf/step_time": 2.0}, step_key="rollout/step", step=3)
+    tracker.log({"train/loss": 1.0}, step_key="train/step", step=6)
+    tracker.log({"eval/words": 0.25}, step_key="eval/step", step=1)  # late: of an earlier step
+    run_id = tracker.state_dict()["wandb"]["run_id"]
     tracker.close()
-    assert list(Path(args.run_dir, "wandb").glob("offline-run-*/*.wandb"))
     assert not tracker.errors
+    (file,) = Path(args.run_dir, "wandb").glob("offline-run-*/*.wandb")
+    records = read_wandb(file)
+    assert {record.run.run_id for record in records if record.HasField("run")} == {run_id}
+    axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric") and r.metric.glob_name}
+    assert axes == {"*": "rollout/step", "train/*": "train/step", "eval/*": "eval/step"}
+    rows = [{item_name(i): json.loads(i.value_json) for i in r.history.item} for r in records if r.HasField("history")]
+    wanted = [
+        {"rollout/raw_reward": 0.5, "perf/step_time": 2.0, "rollout/step": 3},
+        {"train/loss": 1.0, "train/step": 6},
+        {"eval/words": 0.25, "eval/step": 1},
+    ]
+    assert [{k: row.get(k) for k in expected} for row, expected in zip(rows, wanted, strict=True)] == wanted
 
 
 def test_config_is_plain_values(args):
