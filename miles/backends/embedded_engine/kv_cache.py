@@ -7,12 +7,11 @@ walk the range in place; cached prefixes live at the high end and are copied int
 from __future__ import annotations
 
 import heapq
-import math
 
-import numpy as np
 import torch
 
 from miles.backends.embedded_engine.model_config import ModelConfig
+from miles.utils.memory import lazy_zeros
 
 PAGE = 64  # tokens a page
 SCRATCH = 0  # a page that nobody owns: padding rows write here, and empty page-table entries point here
@@ -22,11 +21,9 @@ def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.num_layers * 2 * config.num_kv_heads * PAGE * config.head_dim * dtype.itemsize
 
 
-def _lazy_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros; on a CPU the memory is not touched, so that a large pool costs what is used of it."""
-    if device.type != "cpu":
-        return torch.zeros(shape, device=device, dtype=dtype)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; on a CPU a large pool costs what is used of it."""
+    return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, device=device, dtype=dtype)
 
 
 class PagePool:
@@ -47,12 +44,12 @@ class PagePool:
     def allocate_storage(self) -> None:
         c = self.config
         shape = (c.num_layers, 2, self.pages, c.num_kv_heads, PAGE, c.head_dim)
-        self.kv = _lazy_zeros(shape, self.device, self.dtype)
+        self.kv = _zeros(shape, self.device, self.dtype)
         self.keys = [self.kv[i, 0] for i in range(c.num_layers)]
         self.values = [self.kv[i, 1] for i in range(c.num_layers)]
         self.routes: torch.Tensor | None = None
         if c.moe is not None:
-            self.routes = _lazy_zeros((self.pages, PAGE, c.num_layers, c.moe.top_k), torch.device("cpu"), torch.int32)
+            self.routes = lazy_zeros((self.pages, PAGE, c.num_layers, c.moe.top_k), torch.int32)
 
     def free_storage(self) -> None:
         self.kv = self.routes = None

@@ -45,7 +45,8 @@ class Linear:
 
     def write(self, rows: slice, value: torch.Tensor) -> None:
         if self._plain is None:
-            self._plain = self.plain()
+            whole = rows.stop - rows.start == self.shape[0]
+            self._plain = torch.empty(self.shape, device=self.device, dtype=self.dtype) if whole else self.plain()
             self._packed = None
         self._plain[rows].copy_(value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -30,6 +29,7 @@ from miles.backends.embedded_engine.model_config import ModelConfig, ModelError,
 from miles.backends.embedded_engine.scheduler import Scheduler, SchedulerLimits
 from miles.backends.embedded_engine.weight_sync import WeightSync
 from miles.backends.embedded_engine.weights import WeightError, Weights, load_directory
+from miles.utils.memory import keep_freed_memory
 from miles.utils.process import reserve_port
 
 logger = logging.getLogger(__name__)
@@ -188,16 +188,6 @@ def serve(service: Service, sock: socket.socket, log_level: str) -> None:
     server.url = f"http://{host}:{port}"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=[sock]))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse large blocks: by default each is mapped, zeroed page by page, and unmapped again every step."""
-    libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
-    if mallopt is not None:
-        m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
-        for option, value in ((m_mmap_threshold, 32 << 20), (m_trim_threshold, 512 << 20), (m_arena_max, 1)):
-            mallopt(option, value)
 
 
 def main(argv: list[str] | None = None) -> None:

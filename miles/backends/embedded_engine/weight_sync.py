@@ -14,6 +14,7 @@ import torch.distributed as dist
 from miles.backends.embedded_engine.engine import Engine
 from miles.backends.embedded_engine.weights import WeightError, Weights, check_tensor, load_directory
 from miles.utils.digest import dtype_name, tensor_digest
+from miles.utils.memory import return_freed_memory
 from miles.utils.process_group import leave_group
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -209,6 +210,8 @@ class WeightSync:
         self.engine.released |= tags
         if self.weights.device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
 
     def resume_locked(self, tags: set[str]) -> None:
         absent = tags - self.engine.released
