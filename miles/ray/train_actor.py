@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from miles.utils.imports import load_function
-from miles.utils.memory import keep_freed_memory
 from miles.utils.process import reserve_port
 from miles.utils.process_logging import redirect_to_log
 
@@ -70,8 +69,6 @@ class TrainActor:
         cuda = args.train_device == "cuda"
         if cuda:
             torch.cuda.set_device(0)
-        else:
-            keep_freed_memory()
         # Equal seeds on every rank: a backend that wants different streams derives them itself.
         random.seed(args.seed)
         numpy.random.seed(args.seed % 2**32)

@@ -11,6 +11,7 @@ import ray
 from miles.ray.placement import Placement
 from miles.ray.rollout_manager import RolloutBatch
 from miles.ray.train_actor import RemoteTrainActor, TrainerInfo
+from miles.utils.memory import KEEP_FREED_MEMORY
 from miles.utils.process import tail
 from miles.utils.process_logging import log_path
 
@@ -26,8 +27,11 @@ class TrainGroup:
         self.args = args
         world = placement.demand.trainer
         share = 0.4 if args.colocate or placement.demand.gpus else 1.0
+        env = KEEP_FREED_MEMORY if args.train_device == "cpu" else {}
         self.actors = [
-            RemoteTrainActor.options(**placement.actor_options(rank, share)).remote(args, rank, world)
+            RemoteTrainActor.options(**placement.actor_options(rank, share), runtime_env={"env_vars": env}).remote(
+                args, rank, world
+            )
             for rank in range(world)
         ]
         self.info: TrainerInfo | None = None

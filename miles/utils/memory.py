@@ -11,15 +11,14 @@ import mmap
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
-
-
-def keep_freed_memory() -> None:
-    """Let malloc reuse freed blocks of any size, and return none to the system but by `return_freed_memory`."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20), (_M_ARENA_MAX, 1)):
-            mallopt(option, value)
+# The environment of a process whose malloc is to reuse freed blocks of any size, and to return none to the system but by
+# `return_freed_memory`. By `mallopt`, a thread that has an arena of its own already would still map what does not fit there.
+KEEP_FREED_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 
 def return_freed_memory() -> None:

@@ -56,7 +56,8 @@ CASES = {
         samples=4,
         tokens=32,
         maker="scripts/make_smollm2.py",
-        layout=("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--embedded-num-threads", "2"),
+        # One rank of two threads: no copy of the weights travels between ranks, and prompts are shared by whole groups.
+        layout=("--actor-num-gpus-per-node", "1", "--actor-cpus-per-rank", "2", "--rollout-num-gpus", "2"),
     ),
 }
 ROWS = "build/quickstart/train.jsonl"

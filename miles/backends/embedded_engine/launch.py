@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.backends.engine_api.launcher import EngineProcess
+from miles.utils.memory import KEEP_FREED_MEMORY
 from miles.utils.process import reserve_port, spawn
 
 
@@ -58,6 +59,8 @@ def _engine_options(args: Any) -> list[str]:
 def _environment(args: Any, gpu_ids: list[int] | None) -> dict[str, str]:
     threads = str(getattr(args, "embedded_num_threads", None) or 1)
     env = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    if getattr(args, "train_device", None) == "cpu":
+        env |= KEEP_FREED_MEMORY
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     return env

@@ -29,7 +29,6 @@ from miles.backends.embedded_engine.model_config import ModelConfig, ModelError,
 from miles.backends.embedded_engine.scheduler import Scheduler, SchedulerLimits
 from miles.backends.embedded_engine.weight_sync import WeightSync
 from miles.backends.embedded_engine.weights import WeightError, Weights, load_directory
-from miles.utils.memory import keep_freed_memory
 from miles.utils.process import reserve_port
 
 logger = logging.getLogger(__name__)
@@ -192,7 +191,6 @@ def serve(service: Service, sock: socket.socket, log_level: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    keep_freed_memory()
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until the server takes over
     try:
