@@ -75,7 +75,7 @@ def read_command_line(argv: Sequence[str], *, driver: str | None = None) -> Args
 
     Raises: ArgumentsError with every unknown flag and bad value.
     """
-    table = ALL_FLAGS | (installed_flags() if _names_unknown_server_option(argv) else {})
+    table = ALL_FLAGS | (installed_flags(_sglang_python(argv)) if _names_unknown_server_option(argv) else {})
     parser = FlagParser(table.values())
     problems = add_function_flags(parser, argv)
     namespace, unknown = parser.parse_known_args(list(argv))
@@ -100,6 +100,11 @@ def _names_unknown_server_option(argv: Sequence[str]) -> bool:
     known = {option for flag in SERVER_FLAGS.values() for option in (*flag.options, *flag.off_options)}
     known |= {flag.option for flag in ALL_FLAGS.values()}
     return any(w.startswith("--sglang-") and w.split("=", 1)[0] not in known for w in argv)
+
+
+def _sglang_python(argv: Sequence[str]) -> str | None:
+    parser = FlagParser([ALL_FLAGS["sglang_python"]])
+    return parser.parse_known_args(list(argv))[0].__dict__.get("sglang_python")
 
 
 def apply_files(args: Args) -> None:

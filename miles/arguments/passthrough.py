@@ -6,11 +6,11 @@ too (`installed_flags`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from miles.arguments.flag import Flag
-from miles.arguments.sglang_options import ROUTER_OPTIONS, SERVER_ALIASES, SERVER_OPTIONS
+from miles.backends.sglang_utils.installation import SglangMissing, installed
+from miles.backends.sglang_utils.option_names import ROUTER_OPTIONS, SERVER_ALIASES, SERVER_OPTIONS
 
 _KINDS = {"switch": bool, "negatable": bool, "int": int, "float": float, "text": str}
 _PLURALS = {"ints": int, "floats": float, "texts": str, "pairs": str}
@@ -52,7 +52,7 @@ def _build() -> dict[str, Flag]:
         _flags(
             "eval-sglang", "SGLang server of evaluation engines (--eval-sglang-*)", eval_options, "eval-fleet", True
         ),
-        _flags("router", "SGLang router (--router-*)", ROUTER_OPTIONS, "sglang", False),
+        _flags("router", "SGLang router (--router-*)", ROUTER_OPTIONS, "sglang-router", False),
     )
     return {flag.name: flag for family in families for flag in family}
 
@@ -60,19 +60,19 @@ def _build() -> dict[str, Flag]:
 SERVER_FLAGS: dict[str, Flag] = _build()
 
 
-def installed_flags() -> dict[str, Flag]:
-    """Options that the installed SGLang has beyond the table; empty where it is not installed.
+def installed_flags(python: str | None) -> dict[str, Flag]:
+    """Options that the SGLang of `python` has beyond the table; empty where it has none.
 
-    Imports SGLang, so it is asked only when a command line names an option that the table lacks.
+    Finding out may take seconds, so it is asked only when a command line names an option that the table lacks.
     """
     try:
-        from sglang.srt.server_args import ServerArgs
-    except ImportError:
+        options = installed(python).options.values()
+    except SglangMissing:
         return {}
     found = {}
-    for f in dataclasses.fields(ServerArgs):
-        kind = "switch" if isinstance(f.default, bool) else "text"
-        flag = _flag("sglang", f.name, kind, "SGLang server (--sglang-*)", "sglang", False)
+    for option in options:
+        kind = "texts" if option.values == "many" else "text" if option.values else "switch"
+        flag = _flag("sglang", option.field, kind, "SGLang server (--sglang-*)", "sglang", False)
         if flag.name not in SERVER_FLAGS:
             found[flag.name] = flag
     return found

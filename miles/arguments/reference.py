@@ -8,9 +8,9 @@ from miles.arguments.args import FLAGS
 from miles.arguments.flag import Flag
 from miles.arguments.owners import OWNERS
 from miles.arguments.passthrough import SERVER_FLAGS
-from miles.arguments.sglang_options import ROUTER_OPTIONS, SERVER_OPTIONS
 from miles.arguments.systems import SYSTEMS, title, works
 from miles.arguments.values import range_text
+from miles.backends.sglang_utils.option_names import ROUTER_OPTIONS, SERVER_OPTIONS
 
 INTRO = """# Flags
 
@@ -99,9 +99,9 @@ def _meaning(flag: Flag) -> str:
 
 
 def _passthrough() -> Iterator[str]:
-    state = "" if works("sglang") else f" They wait for {title('sglang')}."
     yield "## Options of SGLang\n"
-    yield f"Every option of SGLang's server is accepted as `--sglang-NAME`, and of its router as `--router-NAME`.{state}"
+    yield "Every option of SGLang's server is accepted as `--sglang-NAME`, and of its router as `--router-NAME`"
+    yield f"(the router's wait for {title('sglang-router')})."
     yield "`--eval-sglang-NAME` sets the same for engines that only evaluate. Names known without SGLang installed:\n"
     for heading, prefix, table in (("Server", "sglang", SERVER_OPTIONS), ("Router", "router", ROUTER_OPTIONS)):
         yield f"### {heading}\n"

@@ -49,8 +49,14 @@ def _train_backend(a: Args) -> dict[str, Any]:
 
 
 def _rollout_engine(a: Args) -> dict[str, Any]:
-    sglang = works("sglang") and has_gpu() and has_package("sglang")
+    installed = a.sglang_python is not None or has_package("sglang")
+    sglang = works("sglang-gpu") and has_gpu() and installed
     return _unset(a, rollout_engine="sglang" if sglang else "embedded")
+
+
+def _engine_type(a: Args) -> dict[str, Any]:
+    # SGLang would serve float32 weights as float16 otherwise, and CPUs compute float32 best.
+    return _unset(a, sglang_dtype="float32") if a.rollout_engine == "sglang" and a.train_device == "cpu" else {}
 
 
 def _attention(a: Args) -> dict[str, Any]:
@@ -210,6 +216,7 @@ STEPS = (
     Resolve("the device that this host has", lambda a: _unset(a, train_device="cuda" if has_gpu() else "cpu")),
     Resolve("the trainer for that device", _train_backend),
     Resolve("the engine for this host", _rollout_engine),
+    Resolve("the type that a CPU computes in", _engine_type),
     Resolve("attention kernels for the device", _attention),
     Resolve("mixed precision on a GPU", _compute_type),
     Resolve("the trainer backend's default", _optimizer),

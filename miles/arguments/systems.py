@@ -8,7 +8,9 @@ from __future__ import annotations
 
 SYSTEMS: dict[str, tuple[str, bool]] = {
     # name: (what messages call it, whether it works)
-    "sglang": ("the SGLang engine", False),
+    "sglang": ("the SGLang engine", True),
+    "sglang-gpu": ("SGLang on GPUs", False),
+    "sglang-router": ("SGLang's router", False),
     "placement": ("the choice of nodes and collectives", False),
     "engine-topology": ("the engine topology (external engines, prefill/decode split, per-model groups)", False),
     "megatron": ("the Megatron trainer", False),

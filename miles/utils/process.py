@@ -69,6 +69,22 @@ def reserve_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     return sock
 
 
+def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket that is bound to a port (any free one for 0) and does not listen, for a server that binds it by itself.
+
+    While it is open, the port is given to nobody who asks for any port, and a server that sets SO_REUSEADDR, as servers
+    do, can still listen on it. Raises: OSError that names the port when somebody listens there.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"port {port} on {host} is in use by another process: {error.strerror}") from error
+    return sock
+
+
 def tail(path: Path, lines: int = 20) -> str:
     """The last lines of a log, for error messages; empty when there is none."""
     try:

@@ -11,7 +11,12 @@ class RolloutArgs:
         None,
         "Engine: sglang, embedded, or an import path. Unset: sglang where it and a GPU are, otherwise embedded.",
         metavar="sglang|embedded|IMPORT.PATH",
-        later={"sglang": "sglang"},
+    )
+    sglang_python: str | None = flag(
+        None,
+        "Interpreter that has SGLang, where that has an environment of its own. Unset: the one that runs this.",
+        path="file",
+        owner="sglang",
     )
     rollout_function_path: str | None = flag(
         None,

@@ -8,11 +8,11 @@ from miles.arguments.flag import flag, group
 @group("Router and engine clients")
 class RouterArgs:
     sglang_server_concurrency: int = flag(512, "Requests in flight to one engine.", ge=1)
-    sglang_router_ip: str | None = flag(None, "Address of a router that runs already.", system="sglang")
-    sglang_router_port: int | None = flag(None, "Its port.", ge=1, le=65535, system="sglang")
-    sglang_router_policy: str | None = flag(None, "How the router picks an engine.", system="sglang")
+    sglang_router_ip: str | None = flag(None, "Address of a router that runs already.", system="sglang-router")
+    sglang_router_port: int | None = flag(None, "Its port.", ge=1, le=65535, system="sglang-router")
+    sglang_router_policy: str | None = flag(None, "How the router picks an engine.", system="sglang-router")
     sglang_router_request_timeout_secs: int = flag(
-        14400, "Seconds that the router waits for an engine.", ge=1, system="sglang"
+        14400, "Seconds that the router waits for an engine.", ge=1, system="sglang-router"
     )
     use_miles_router: bool = flag(
         False, "Route through a router process instead of from the rollout manager.", system="sessions"

@@ -20,6 +20,7 @@ from miles.arguments.rules import (
     megatron,
     observing,
     running,
+    sglang,
     training,
     transports,
 )
@@ -32,6 +33,7 @@ RULES: tuple[Rule | RuleSet, ...] = (
     *availability.RULES,
     *batch.RULES,
     *running.RULES,
+    *sglang.RULES,
     *training.RULES,
     *transports.RULES,
     *agents.RULES,

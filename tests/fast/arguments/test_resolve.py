@@ -36,7 +36,7 @@ def test_a_gpu_host_takes_what_is_built(gpu):
 
 
 def test_a_gpu_host_once_everything_is_built(gpu, monkeypatch):
-    for name in ("megatron", "sglang", "offload"):
+    for name in ("megatron", "sglang-gpu", "offload"):
         monkeypatch.setitem(systems.SYSTEMS, name, (name, True))
     args = derive(colocate=True)
     assert (args.train_backend, args.rollout_engine) == ("megatron", "sglang")

@@ -121,6 +121,12 @@ BROKEN = {
         {"check_weight_update_equal": True, "debug_skip_weight_update": True},
         "--check-weight-update-equal compares engines with the trainer after an update",
     ),
+    "sglang-device": ({"rollout_engine": "sglang", "train_device": "cuda"}, "SGLang on GPUs"),
+    "sglang-sizes": ({"rollout_engine": "sglang", "sglang_tp_size": 2}, "--sglang-tp-size 2, which need 2"),
+    "sglang-verified-ranks": (
+        {"rollout_engine": "sglang", "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2},
+        "or --no-verify-weight-update",
+    ),
     "save-over-another-run": ({"save": "SAVED"}, "holds checkpoints of another run"),
 }
 
