@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import json
 import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from miles.backends.engine_api.capabilities import Capabilities, probe
 from miles.backends.engine_api.client import EngineClient, EngineError
 from miles.backends.engine_api.errors import EngineStartError
 from miles.ray.placement import Placement
@@ -46,6 +49,7 @@ class EngineSlot:
     actor: Any
     state: EngineState = EngineState.DEAD
     client: EngineClient | None = None
+    capabilities: Capabilities | None = None
     incarnation: int = -1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -102,7 +106,13 @@ class EngineFleet:
         except Exception as error:
             slot.state = EngineState.DEAD
             raise EngineStartError(f"engine {slot.index} did not start: {error}") from error
-        slot.client = EngineClient(url, admin_key=self.admin_key, request_timeout_s=self.args.rollout_request_timeout)
+        slot.client = EngineClient(
+            url,
+            admin_key=self.admin_key,
+            request_timeout_s=self.args.rollout_request_timeout,
+            vocab_size=vocabulary(self.args.hf_checkpoint),
+        )
+        slot.capabilities = await probe(slot.client)
         slot.state = EngineState.STALE
         logger.info("engine %d (incarnation %d) is up at %s", slot.index, slot.incarnation, url)
 
@@ -209,13 +219,14 @@ class EngineFleet:
     # ---- weight updates --------------------------------------------------------------------------------------------
 
     def endpoint(self, slot: EngineSlot) -> EngineEndpoint:
-        assert slot.client is not None
+        assert slot.client is not None and slot.capabilities is not None
         return EngineEndpoint(
             index=slot.index,
             url=slot.client.base_url,
             admin_key=self.admin_key,
             world_size=self.args.rollout_num_gpus_per_engine,
             incarnation=slot.incarnation,
+            digests=slot.capabilities.digests,
         )
 
     async def endpoints_for_update(self) -> list[EngineEndpoint]:
@@ -249,6 +260,15 @@ class EngineFleet:
                 await self._launch(slot)
 
         await _gather_all([again(self.slots[i]) for i in indices])
+
+
+def vocabulary(model_path: str) -> int | None:
+    """Rows of the model's embedding table; None where its config does not say. An id beyond ends an SGLang server."""
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
 async def _as_future(ref: Any) -> Any:

@@ -81,11 +81,11 @@ class FlatBucket:
             yield name, data[start:end].view(dtype).reshape(shape)
             start = end
 
-    def records(self) -> dict[str, TensorRecord]:
-        """What each tensor must be on the engine. Copies a device bucket to the host once."""
+    def records(self, host: torch.Tensor) -> dict[str, TensorRecord]:
+        """What each tensor must be on the engine. `host`: the bytes in host memory."""
         return {
             name: TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
-            for name, tensor in self.tensors(self.data.cpu())
+            for name, tensor in self.tensors(host)
         }
 
     def to_host(self) -> FlatBucket:

@@ -214,7 +214,7 @@ class Transaction:
         assert report is not None
 
         async def check(client: EngineClient) -> None:
-            found = await verify_engine(client, report.manifest, timeout_s=self.settings.verify_s)
+            found = await verify_engine(client, report, timeout_s=self.settings.verify_s)
             if ignored := [m for m in found if self._is_skipped(m)]:
                 logger.info("%s, by the skip list: %s", client.base_url, describe(ignored, len(report.manifest)))
             if wrong := [m for m in found if not self._is_skipped(m)]:

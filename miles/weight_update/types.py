@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the driver and the coordinator use these types without needing torch
     import torch
 
+    from miles.weight_update.served_digests import ServedDigests
+
 
 @dataclass(frozen=True)
 class EngineEndpoint:
@@ -18,6 +20,7 @@ class EngineEndpoint:
     admin_key: str
     world_size: int  # ranks that join a broadcast group (tensor parallel size)
     incarnation: int
+    digests: str = "tensor"  # what its checksums digest: see `miles.backends.engine_api.capabilities`
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,4 @@ class TransferReport:
     nbytes: int
     gather_s: float
     transfer_s: float
+    served: ServedDigests | None = None  # what servers that join tensors must answer; None where none does

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from miles.backends.training_utils.backend import TrainBackend
 from miles.weight_update.buckets import FlatBucket, pack_buckets
 from miles.weight_update.errors import WeightTransferError
+from miles.weight_update.served_digests import ServedDigestBuilder, ServedDigests
 from miles.weight_update.transports.base import WeightTransport, load_transport
 from miles.weight_update.types import Bucket, EngineEndpoint, Manifest, TransferReport
 
@@ -25,6 +26,7 @@ class _Sending:
     buckets: int = 0
     nbytes: int = 0
     gather_s: float = 0.0
+    served: ServedDigestBuilder | None = None  # only where a server joins what it is sent
     error: WeightTransferError | None = None
 
 
@@ -39,7 +41,7 @@ class WeightUpdater:
         self.args, self.backend = args, backend
         self._transport = transport
         self._sources: list[int] | None = None
-        self._published: tuple[int, list[FlatBucket], Manifest] | None = None
+        self._published: tuple[int, list[FlatBucket], Manifest, ServedDigests | None] | None = None
 
     def transfer(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
         """Send every weight to `engines` as `version`. Collective.
@@ -49,6 +51,8 @@ class WeightUpdater:
         """
         started = time.monotonic()
         sending = _Sending()
+        if any(e.digests == "served" for e in engines):
+            sending.served = ServedDigestBuilder()
         if self._is_source():
             self._try(sending, lambda: self._connected(engines))
         for bucket in self._gathered(sending):
@@ -58,7 +62,7 @@ class WeightUpdater:
             self._try(sending, self.transport.finish)
         self._raise_together(sending.error)
         if self.args.keep_published_weights and self.backend.is_weight_source:
-            self._published = (version, sending.kept, sending.manifest)
+            self._published = (version, sending.kept, sending.manifest, _finished(sending))
         transfer_s = time.monotonic() - started - sending.gather_s
         return self._report(version, sending, transfer_s)
 
@@ -71,7 +75,7 @@ class WeightUpdater:
         if self._published is None or self._published[0] != version:
             held = "none" if self._published is None else f"version {self._published[0]}"
             raise WeightTransferError(f"no copy of version {version} is kept here (there is {held})", frozenset())
-        _, buckets, manifest = self._published
+        _, buckets, manifest, served = self._published
         transport = load_transport(self.args)
         try:
             transport.connect(engines)
@@ -81,7 +85,8 @@ class WeightUpdater:
         finally:
             transport.close()
         seconds = time.monotonic() - started
-        return TransferReport(version, manifest, len(buckets), sum(b.nbytes for b in buckets), 0.0, seconds)
+        nbytes = sum(b.nbytes for b in buckets)
+        return TransferReport(version, manifest, len(buckets), nbytes, 0.0, seconds, served)
 
     def close(self) -> None:
         """Leave the engines' group."""
@@ -132,7 +137,11 @@ class WeightUpdater:
         # The rest is done while the bucket travels.
         if self.args.keep_published_weights:
             sending.kept.append(flat.to_host())
-        sending.manifest |= flat.records()
+        host = flat.data.cpu()
+        sending.manifest |= flat.records(host)
+        if sending.served is not None:
+            for name, tensor in flat.tensors(host):
+                sending.served.add(name, tensor)
         sending.buckets += 1
         sending.nbytes += flat.nbytes
 
@@ -158,7 +167,15 @@ class WeightUpdater:
 
     def _report(self, version: int, sending: _Sending, transfer_s: float) -> TransferReport | None:
         assert self._sources is not None
-        mine = TransferReport(version, sending.manifest, sending.buckets, sending.nbytes, sending.gather_s, transfer_s)
+        mine = TransferReport(
+            version,
+            sending.manifest,
+            sending.buckets,
+            sending.nbytes,
+            sending.gather_s,
+            transfer_s,
+            _finished(sending),
+        )
         if len(self._sources) == 1:
             return mine if self.backend.is_weight_source else None
         reports = [report for report in _gather(mine if self.backend.is_weight_source else None) if report is not None]
@@ -177,7 +194,12 @@ def _merge(reports: list[TransferReport]) -> TransferReport:
         sum(r.nbytes for r in reports),
         max(r.gather_s for r in reports),
         max(r.transfer_s for r in reports),
+        ServedDigests.merged([r.served for r in reports if r.served is not None]),
     )
+
+
+def _finished(sending: _Sending) -> ServedDigests | None:
+    return sending.served.finish() if sending.served is not None else None
 
 
 def _gather(value: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from miles.backends.engine_api.client import EngineClient
-from miles.weight_update.types import Manifest
+from miles.weight_update.types import Manifest, TransferReport
 
 _MAX_LISTED = 20
 # Names of the two ends of a tied embedding. Where the model ties them, either side may list one or both.
@@ -66,6 +66,7 @@ def describe(mismatches: list[Mismatch], total: int) -> str:
     return f"{len(mismatches)} of {total} tensors are not what the trainer sent:\n" + "\n".join(lines)
 
 
-async def verify_engine(client: EngineClient, manifest: Manifest, *, timeout_s: float) -> list[Mismatch]:
+async def verify_engine(client: EngineClient, report: TransferReport, *, timeout_s: float) -> list[Mismatch]:
     """Ask the engine for its digests and compare. Raises the client's errors when it does not answer."""
-    return compare(manifest, await client.weights_checksums(timeout_s=timeout_s))
+    checksums = await client.weights_checksums(timeout_s=timeout_s)
+    return compare(report.manifest, checksums) if report.served is None else report.served.compare(checksums)

@@ -126,8 +126,10 @@ def parse_generate(body: Any, facts: EngineFacts, emit: Callable[[Request], None
                     input_ids=prompts[i],
                     params=params[i],
                     seed=_seed(params[i], copy),
-                    stop_ids=frozenset(params[i].stop_token_ids)
-                    | (frozenset() if params[i].ignore_eos else facts.eos_token_ids),
+                    # `ignore_eos` covers every stop token, as in SGLang.
+                    stop_ids=frozenset()
+                    if params[i].ignore_eos
+                    else facts.eos_token_ids.union(params[i].stop_token_ids),
                     emit=emit,
                     stream=bool(body.get("stream")),
                     return_logprob=logprob[i],

@@ -19,6 +19,7 @@ from miles.backends.engine_api.errors import (
     EngineUnreachable,
 )
 from miles.backends.engine_api.http import HttpTransport, check, decode
+from miles.backends.engine_api.requests import check_sampling_params, check_token_ids
 
 __all__ = [
     "EngineClient",
@@ -85,7 +86,7 @@ class EngineClient:
 
     async def generate(self, payload: dict[str, Any], *, timeout_s: float | None = None) -> Any:
         """`/generate`, raw: a dict, or a list of them for a batch. Sent once; cancelling it aborts it on the engine."""
-        check_token_ids(payload.get("input_ids"), self.vocab_size)
+        self._check(payload)
         timeout = self.request_timeout_s if timeout_s is None else timeout_s
         answer = await self._http.call("POST", "/generate", payload, timeout_s=timeout, admin=False)
         if not isinstance(answer, dict | list):
@@ -96,7 +97,7 @@ class EngineClient:
         self, payload: dict[str, Any], *, timeout_s: float | None = None
     ) -> AsyncIterator[dict[str, Any]]:
         """`/generate` with `stream`: the chunks as the server sends them. `timeout_s` covers the whole stream."""
-        check_token_ids(payload.get("input_ids"), self.vocab_size)
+        self._check(payload)
         timeout = self.request_timeout_s if timeout_s is None else timeout_s
         what = f"{self.base_url}/generate"
         try:
@@ -148,6 +149,11 @@ class EngineClient:
 
     async def model_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         return await self._http.call("GET", "/model_info", timeout_s=self._deadline(timeout_s), idempotent=True)
+
+    async def endpoints(self, *, timeout_s: float | None = None) -> frozenset[str]:
+        """Paths that the server answers, by its own description (`/openapi.json`)."""
+        answer = await self._http.call("GET", "/openapi.json", timeout_s=self._deadline(timeout_s), idempotent=True)
+        return frozenset(answer["paths"])
 
     async def release_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
         """Give memory back: some of weights, kv_cache, cuda_graph; all for None. The engine must be idle."""
@@ -277,6 +283,10 @@ class EngineClient:
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
+    def _check(self, payload: dict[str, Any]) -> None:
+        check_token_ids(payload.get("input_ids"), self.vocab_size)
+        check_sampling_params(payload.get("sampling_params"))
+
     def _deadline(self, timeout_s: float | None) -> float:
         return self.control_timeout_s if timeout_s is None else timeout_s
 
@@ -300,13 +310,3 @@ def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:
 def _selector(selector: str | None) -> dict[str, str]:
     # Not sent unless given: servers before 0.5.21 do not know the field.
     return {} if selector is None else {"selector": selector}
-
-
-def check_token_ids(input_ids: Any, vocab_size: int | None) -> None:
-    """Raise ValueError for the first id outside `[0, vocab_size)`: an engine would read beyond its embedding table."""
-    if vocab_size is None or not input_ids:
-        return
-    for row in input_ids if isinstance(input_ids[0], list | tuple) else [input_ids]:
-        if row and not (min(row) >= 0 and max(row) < vocab_size):
-            at, token = next((i, t) for i, t in enumerate(row) if not 0 <= t < vocab_size)
-            raise ValueError(f"prompt token {at} is {token}; the model's vocabulary has {vocab_size} ids")

@@ -67,7 +67,7 @@ def test_bytes_come_back_as_the_tensors_they_were(specs):
     back = dict(flat.tensors())
     assert back.keys() == dict(tensors).keys()
     for name, t in tensors:
-        assert tensor_digest(back[name]) == tensor_digest(t) == flat.records()[name].digest
+        assert tensor_digest(back[name]) == tensor_digest(t) == flat.records(flat.data)[name].digest
 
 
 def test_a_flat_bucket_keeps_its_bytes_while_the_model_goes_on():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from miles.weight_update.errors import WeightTransferError
 from miles.weight_update.transports.base import WeightTransport
+from miles.weight_update.types import EngineEndpoint
 from miles.weight_update.updater import WeightUpdater
 
 TRANSPORT = f"{__name__}.Recorder"
@@ -64,7 +65,7 @@ def rank_main(rank: int, store_path: str, sources: set[int], fail, results) -> N
     )
     updater = WeightUpdater(args, Backend(sources))
     try:
-        report = updater.transfer(1, [object()])
+        report = updater.transfer(1, [EngineEndpoint(0, "http://nowhere", "key", 1, 0)])
         outcome = None if report is None else (sorted(report.manifest), report.buckets, report.nbytes)
     except WeightTransferError as error:
         outcome = (str(error), error.touched)
