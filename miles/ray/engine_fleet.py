@@ -112,7 +112,11 @@ class EngineFleet:
             request_timeout_s=self.args.rollout_request_timeout,
             vocab_size=vocabulary(self.args.hf_checkpoint),
         )
-        slot.capabilities = await probe(slot.client)
+        try:
+            slot.capabilities = await probe(slot.client)
+        except EngineError as error:
+            slot.state = EngineState.DEAD
+            raise EngineStartError(f"engine {slot.index} cannot be used: {error}") from error
         slot.state = EngineState.STALE
         logger.info("engine %d (incarnation %d) is up at %s", slot.index, slot.incarnation, url)
 

@@ -109,7 +109,8 @@ async def run_update(
 async def clients_of(engines: list[EngineEndpoint], settings: UpdateSettings) -> AsyncIterator[dict[int, EngineClient]]:
     """A client for each engine, by its index; closed at the end."""
     clients = {
-        e.index: EngineClient(e.url, admin_key=e.admin_key, control_timeout_s=settings.control_s) for e in engines
+        e.index: EngineClient(e.url, admin_key=e.admin_key, control_timeout_s=settings.control_s, digests=e.digests)
+        for e in engines
     }
     try:
         yield clients

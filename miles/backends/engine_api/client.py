@@ -44,6 +44,7 @@ class EngineClient:
         request_timeout_s: deadline of a generation. control_timeout_s: of every other call that is not given one.
         retries: further attempts of idempotent control calls after a lost connection or a 5xx.
         vocab_size: where given, prompts with ids outside of it are refused here, with the position.
+        digests: what the server's checksums digest, as Capabilities says.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class EngineClient:
         control_timeout_s: float = 60.0,
         retries: int = 2,
         vocab_size: int | None = None,
+        digests: str = "tensor",
     ) -> None:
         self.request_timeout_s, self.control_timeout_s, self.vocab_size = (
             request_timeout_s,
             control_timeout_s,
             vocab_size,
         )
+        self.digests = digests
         self._http = HttpTransport(base_url, admin_key=admin_key, retries=retries)
 
     @property
