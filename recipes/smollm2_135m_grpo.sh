@@ -31,13 +31,13 @@ CLUSTER_ARGS=(
     --train-backend fsdp
     --train-device cpu
     --actor-num-nodes 1
-    --actor-num-gpus-per-node 2
+    --actor-num-gpus-per-node 1
+    --actor-cpus-per-rank 2
 )
 
 ROLLOUT_ARGS=(
     --rollout-engine embedded
-    --rollout-num-gpus 1
-    --embedded-num-threads 2
+    --rollout-num-gpus 2
     --prompt-data "$data/train.jsonl"
     --input-key input
     --label-key label

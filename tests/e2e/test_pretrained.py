@@ -26,7 +26,7 @@ def test_the_smollm2_recipe_trains(tmp_path):
         "--n-samples-per-prompt": 2,
         "--global-batch-size": 4,
         "--rollout-max-response-len": 6,
-        "--actor-num-gpus-per-node": 1,
+        "--rollout-num-gpus": 1,
     }
     recipe = ["bash", str(REPO / "recipes" / "smollm2_135m_grpo.sh"), *(str(x) for pair in flags.items() for x in pair)]
     with open(tmp_path / "output", "wb") as out:

@@ -129,17 +129,13 @@ def pickled(engine: str, tensors: dict[str, torch.Tensor]) -> bytes:
 def test_requests_in_flight_meet_an_update_as_the_mode_says(servers, trainer, versions, mode):
     version = next(versions)
 
-    async def in_flight(url_client: EngineClient) -> asyncio.Task:
-        task = asyncio.create_task(url_client.generate(LONG))
-        await asyncio.sleep(0.4)
-        return task
-
     async def run():
         endpoints = [server.endpoint(i) for i, server in enumerate(servers.values())]
         args = arguments(pause_generation_mode=mode)
         updater = WeightUpdater(args, trainer)
         clients = [server.client() for server in servers.values()]
-        tasks = [await in_flight(client) for client in clients]
+        tasks = [asyncio.create_task(client.generate(LONG)) for client in clients]
+        await asyncio.sleep(0.2)  # of the second or more that either engine takes
 
         async def transfer():
             return await asyncio.to_thread(updater.transfer, version, endpoints)

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import pytest
+import transformers
 
 from miles.backends.engine_api.client import EngineClient, EngineRejected
 
@@ -69,11 +70,14 @@ def test_a_stop_token_ends_both_alike(servers, ignore_eos):
     assert len(ours["output_ids"]) == (8 if ignore_eos else 3)
 
 
-def test_a_stop_text_ends_both_alike(servers):
-    text = servers["sglang"].generate(PROMPT)["text"]
-    ours, theirs = (s.generate(PROMPT, sampling_params={"stop": [text[1]]}) for s in servers.values())
+def test_a_stop_text_over_several_tokens_ends_both_alike(servers):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(servers["sglang"].model_dir)
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    asked = {"stop": ["aaa"], "logit_bias": {str(letter): 100.0}}
+    ours, theirs = (s.generate(PROMPT, sampling_params=asked) for s in servers.values())
     assert_equal(ours, theirs)
-    assert ours["meta_info"]["finish_reason"] == {"type": "stop", "matched": text[1]}
+    assert ours["output_ids"] == [letter] * 3 and ours["text"] == ""
+    assert ours["meta_info"]["finish_reason"] == {"type": "stop", "matched": "aaa"}
 
 
 def test_each_scores_what_the_other_sampled(servers):
