@@ -19,9 +19,11 @@ from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
 from miles.ray.train_group import TrainGroup
 from miles.tracking.progress import Progress
 from miles.tracking.tracker import Tracker
+from miles.utils.process_tree import descendants, end
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
+LEFTOVER_GRACE_S = 5.0  # for what Ray started, after it was shut down
 T = TypeVar("T")
 
 
@@ -154,7 +156,9 @@ class Cluster:
         if hasattr(self, "tracker"):
             self.tracker.close()
         if ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
+            started = descendants()
             ray.shutdown()
+            await asyncio.to_thread(end, started, LEFTOVER_GRACE_S)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 

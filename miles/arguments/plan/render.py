@@ -29,7 +29,9 @@ def render_plan(plan: dict[str, Any], file: TextIO | None = None) -> None:
         for key, value in _rows(section):
             table.add_row(Text(key), Text(value))
         console.print(table)
-    console.print(Text(f"{len(plan.get('derived', {}))} values were derived; the plan.json of a run lists every flag and why."))
+    console.print(
+        Text(f"{len(plan.get('derived', {}))} values were derived; the plan.json of a run lists every flag and why.")
+    )
 
 
 def _rows(section: Any) -> list[tuple[str, str]]:
