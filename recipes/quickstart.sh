@@ -2,7 +2,7 @@
 # GRPO on a 2-core CPU, end to end: assets, a supervised warm start, then RL. Evidence: verified, gated by tests/e2e.
 #
 # Task: reasoning-gym's spell_backward with a 1 M parameter Qwen3 (scripts/make_quickstart.py says why it is hard enough).
-# Parts: 2 FSDP2 trainer ranks over gloo, 1 embedded engine in its own process, broadcast weight updates, each verified.
+# Parts: 2 FSDP2 trainer ranks over gloo, 2 embedded engines, each a process of its own, broadcast weight updates, each verified.
 #
 #   bash recipes/quickstart.sh [flags of train.py for the RL run; they come last, so they win]
 #
@@ -59,9 +59,8 @@ SFT_ARGS=(
 
 ROLLOUT_ARGS=(
     --rollout-engine embedded
-    --rollout-num-gpus 1
-    --embedded-max-running-requests 256
-    --embedded-num-threads 2
+    --rollout-num-gpus 2
+    --embedded-max-running-requests 128
     --prompt-data "$assets/train.jsonl"
     --input-key input
     --label-key label
@@ -93,11 +92,18 @@ GRPO_ARGS=(
     --seed "$seed"
 )
 
+RL_ARGS=("${CLUSTER_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}")
+
 if [ ! -d "$warm_start" ]; then
+    # Mistakes in the flags above should not cost a warm start. The model is the same, only untrained.
+    plan=$("$python" train.py --dry-run --hf-checkpoint "$assets/model" --run-name "$run" "${RL_ARGS[@]}" "$@")
+    if [[ " $* " == *" --dry-run "* ]]; then
+        echo "$plan"
+        exit
+    fi
     echo "== warm start: supervised fine-tuning on demonstrations of which most are wrong"
     "$python" train.py "${CLUSTER_ARGS[@]}" "${SFT_ARGS[@]}"
 fi
 
 echo "== GRPO: reward is the share of letters in their place"
-exec "$python" train.py --hf-checkpoint "$warm_start" --run-name "$run" \
-    "${CLUSTER_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}" "$@"
+exec "$python" train.py --hf-checkpoint "$warm_start" --run-name "$run" "${RL_ARGS[@]}" "$@"

@@ -228,13 +228,17 @@ class Cluster:
         death = self._trainer_death
         if death is None:
             return await task
-        await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and not task.cancelled() and task.exception() is not None:
-            await asyncio.wait({death}, timeout=1.0)  # work that fails of a rank's death may fail before it is known
-        if death.done():
-            task.cancel()
-            death.result()  # raises
-        return await task
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                await asyncio.wait(
+                    {death}, timeout=1.0
+                )  # work that fails of a rank's death may fail before it is known
+            if death.done():
+                death.result()  # raises
+            return await task
+        finally:
+            task.cancel()  # where this wait was given up: nobody asks for its result any more
 
     async def train(self, rollout_id: int, batch: RolloutBatch) -> None:
         """All optimizer steps of one batch; the batch's data is dropped afterwards."""

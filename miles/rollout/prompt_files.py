@@ -15,7 +15,7 @@ from typing import Any
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d+|):(?P<stop>-?\d+|)\]$")
 _MEANT_AS_SLICE = re.compile(r"^(?P<path>.+\.(?:jsonl|json|parquet))(?P<slice>[@\[][^/]*)$")
-_MAX_LISTED_ROWS = 100
+_MAX_LISTED_ROWS = 10
 _HEAD_ROWS = 1000  # of a parquet file whose head is asked for
 
 

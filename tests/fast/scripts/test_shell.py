@@ -65,3 +65,13 @@ def test_an_installation_is_not_repeated_until_something_changes(tmp_path):
 def test_recipes_say_how_well_they_are_known_to_work(recipe):
     assert "Evidence: " in recipe.read_text()
     assert recipe.read_text().rstrip().endswith('"$@"'), "extra flags come last, so that they win"
+
+
+def test_the_quick_start_tells_mistakes_and_its_plan_before_the_warm_start(tmp_path):
+    env = {"MILES_SCRIPT_PYTHON": sys.executable, "MILES_SCRIPT_ASSETS": str(tmp_path / "assets")}
+    planned = bash("bash recipes/quickstart.sh --dry-run", **env)
+    assert planned.returncode == 0, planned.stderr
+    assert "32 prompts x 8 samples" in planned.stdout and "warm start" not in planned.stdout
+    wrong = bash("bash recipes/quickstart.sh --num-rolout 3", **env)
+    assert wrong.returncode == 2 and "--num-rollout" in wrong.stderr and "warm start" not in wrong.stdout
+    assert not (tmp_path / "assets" / "warm-start").exists()
