@@ -62,4 +62,6 @@ def check_accepts(path: str, function: Callable, *, positional: int = 0, keyword
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
         wanted = ", ".join([f"arg{i + 1}" for i in range(positional)] + [f"{k}=..." for k in keywords])
-        raise ImportPathError(f"{path}{signature} cannot be called as ({wanted}): {error}") from None
+        raise ImportPathError(
+            f"{path}{signature} cannot be called as ({wanted}): {error}; docs/customize.md shows its form"
+        ) from None
