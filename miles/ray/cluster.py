@@ -19,7 +19,7 @@ from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
 from miles.ray.train_group import TrainGroup
 from miles.tracking.progress import Progress
 from miles.tracking.tracker import Tracker
-from miles.utils.process_tree import descendants, end
+from miles.utils.process_tree import ProcessId, descendants, end
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
@@ -46,6 +46,7 @@ class Cluster:
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._trainer_death: asyncio.Task[None] | None = None
+        self._not_rays: set[ProcessId] = set()  # children from before Ray: a tracker's, say
         self._pending: dict[int, asyncio.Task[RolloutBatch]] = {}
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -67,6 +68,7 @@ class Cluster:
         self.progress = Progress(args)
         demand = demand_of(args)
         self.progress.status("starting Ray")
+        self._not_rays = set(descendants())
         connect_ray(demand)
         self.placement = Placement(demand, args.cluster_wait_timeout)
         self.progress.status("starting engines and trainer")
@@ -156,7 +158,7 @@ class Cluster:
         if hasattr(self, "tracker"):
             self.tracker.close()
         if ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-            started = descendants()
+            started = [process for process in descendants() if process not in self._not_rays]
             ray.shutdown()
             await asyncio.to_thread(end, started, LEFTOVER_GRACE_S)
 

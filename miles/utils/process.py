@@ -58,15 +58,7 @@ def reserve_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
     Raises: OSError that names the port when somebody else has it.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"port {port} on {host} is in use by another process: {error.strerror}") from error
-    return sock
+    return _take_port(host, port, listen=True)
 
 
 def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -75,10 +67,16 @@ def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     While it is open, the port is given to nobody who asks for any port, and a server that sets SO_REUSEADDR, as servers
     do, can still listen on it. Raises: OSError that names the port when somebody listens there.
     """
+    return _take_port(host, port, listen=False)
+
+
+def _take_port(host: str, port: int, *, listen: bool) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        if listen:
+            sock.listen(2048)
     except OSError as error:
         sock.close()
         raise OSError(error.errno, f"port {port} on {host} is in use by another process: {error.strerror}") from error

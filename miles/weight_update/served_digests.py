@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from miles.weight_update.verification import Mismatch, Problem
+from miles.weight_update.verification import Mismatch, Problem, tied_twin_matches
 
 # part -> (what it is joined into, its place)
 _JOINED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
@@ -66,7 +66,7 @@ class ServedDigests:
         for name, got in checksums.items():
             expected = self.digests.get(name)
             if expected is None:
-                if not self._is_tied(name, checksums):
+                if not tied_twin_matches(name, got, self.digests):
                     found.append(Mismatch(name, Problem.UNEXPECTED))
             elif got != expected:
                 parts = "" if self.parts[name] == (name,) else f", joined from {', '.join(self.parts[name][:3])}"
@@ -74,21 +74,9 @@ class ServedDigests:
         covered = {part for name in checksums for part in self.parts.get(name, ())}
         sent = {part for parts in self.parts.values() for part in parts}
         for name in sent - covered:
-            if not self._is_tied(name, checksums):
+            if not tied_twin_matches(name, self.digests.get(name, ""), checksums):
                 found.append(Mismatch(name, Problem.MISSING))
         return sorted(found, key=lambda m: m.name)
-
-    def _is_tied(self, name: str, checksums: dict[str, str]) -> bool:
-        """Where the model ties its embeddings, either side may list one or both of them."""
-        if not name.endswith(_EMBEDDINGS):
-            return False
-        digest = self.digests.get(name, checksums.get(name))
-        others = [
-            self.digests.get(n, checksums.get(n))
-            for n in {*self.digests, *checksums} - {name}
-            if n.endswith(_EMBEDDINGS)
-        ]
-        return digest in others
 
 
 class ServedDigestBuilder:

@@ -40,19 +40,20 @@ def compare(manifest: Manifest, checksums: dict[str, str]) -> list[Mismatch]:
     for name, record in manifest.items():
         got = checksums.get(name)
         if got is None:
-            if not _tied_twin_matches(name, record.digest, checksums):
+            if not tied_twin_matches(name, record.digest, checksums):
                 found.append(Mismatch(name, Problem.MISSING, f"{record.dtype} {list(record.shape)}"))
         elif got != record.digest:
             detail = f"sent {record.dtype} {list(record.shape)} with digest {record.digest}, engine has {got}"
             found.append(Mismatch(name, Problem.DIFFERENT, detail))
     sent = {name: record.digest for name, record in manifest.items()}
     for name, digest in checksums.items():
-        if name not in manifest and not _tied_twin_matches(name, digest, sent):
+        if name not in manifest and not tied_twin_matches(name, digest, sent):
             found.append(Mismatch(name, Problem.UNEXPECTED))
     return sorted(found, key=lambda m: m.name)
 
 
-def _tied_twin_matches(name: str, digest: str, others: dict[str, str]) -> bool:
+def tied_twin_matches(name: str, digest: str, others: dict[str, str]) -> bool:
+    """Whether `name` is one end of a tied embedding whose other end, among `others`, has its digest."""
     if not name.endswith(_TIED):
         return False
     return any(other != name and other.endswith(_TIED) and d == digest for other, d in others.items())

@@ -7,6 +7,7 @@ lies once, and the responses that continue it behind it: what is computed for ea
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -97,10 +98,11 @@ def _packed(
         return filled - len(piece)
 
     prompts = [t[: len(t) - r] for t, r in zip(tokens, response_lengths, strict=True)]
-    keys = [prompt.numpy().tobytes() for prompt in prompts]
+    keys = [prompt.numpy().tobytes() if share else b"" for prompt in prompts]
+    users = Counter(keys)
     placed: dict[bytes, tuple[int, int]] = {}  # prompt -> its segment and the row of its last token
     for sample, prompt, key, length in zip(tokens, prompts, keys, response_lengths, strict=True):
-        if not share or keys.count(key) == 1 or len(prompt) == 0 or length == 0:
+        if not key or users[key] == 1 or length == 0:
             first = append(sample, 0, None)
             rows.append(torch.arange(first + len(prompt) - 1, first + len(sample) - 1))
             continue

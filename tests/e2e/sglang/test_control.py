@@ -17,24 +17,13 @@ from miles.weight_update.transaction import run_update
 from miles.weight_update.updater import WeightUpdater
 from tests.e2e.sglang.test_parity import OTHER, PROMPT, assert_equal
 from tests.fast.weight_update.test_embedded_engine import Trainer
+from tests.helpers.update_args import update_args
 
 LONG = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "return_logprob": True}
 
 
 def arguments(**changes) -> SimpleNamespace:
-    defaults = dict(
-        update_weight_transfer_mode="broadcast",
-        update_weight_buffer_size=20_000,  # several buckets, so that joined tensors are cut apart
-        weight_update_timeout=30.0,
-        train_device="cpu",
-        colocate=False,
-        keep_published_weights=False,
-        pause_generation_mode="retract",
-        verify_weight_update=True,
-        check_weight_update_selector="all",
-        check_weight_update_skip_list=None,
-    )
-    return SimpleNamespace(**defaults | changes)
+    return update_args(**{"weight_update_timeout": 30.0} | changes)
 
 
 @pytest.fixture(scope="module")

@@ -22,22 +22,11 @@ from miles.weight_update.transports.broadcast import BroadcastTransport
 from miles.weight_update.types import EngineEndpoint
 from miles.weight_update.updater import WeightUpdater
 from tests.fast.weight_update.fake_engine import EngineHandle
+from tests.helpers.update_args import update_args
 
 
 def make_args(**fields) -> SimpleNamespace:
-    defaults = dict(
-        update_weight_transfer_mode="broadcast",
-        update_weight_buffer_size=100,
-        weight_update_timeout=20.0,
-        train_device="cpu",
-        colocate=False,
-        keep_published_weights=False,
-        pause_generation_mode="retract",
-        verify_weight_update=True,
-        check_weight_update_selector="all",
-        check_weight_update_skip_list=None,
-    )
-    return SimpleNamespace(**defaults | fields)
+    return update_args(**{"update_weight_buffer_size": 100} | fields)
 
 
 class Backend:

@@ -18,24 +18,13 @@ from miles.weight_update.transaction import run_update
 from miles.weight_update.types import EngineEndpoint
 from miles.weight_update.updater import WeightUpdater
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.update_args import update_args
 
 PROMPT = list(range(10, 50))
 
 
 def make_args(**fields) -> SimpleNamespace:
-    defaults = dict(
-        update_weight_transfer_mode="broadcast",
-        update_weight_buffer_size=20_000,
-        weight_update_timeout=15.0,
-        train_device="cpu",
-        colocate=False,
-        keep_published_weights=False,
-        pause_generation_mode="retract",
-        verify_weight_update=True,
-        check_weight_update_selector="all",
-        check_weight_update_skip_list=None,
-    )
-    return SimpleNamespace(**defaults | fields)
+    return update_args(**{"weight_update_timeout": 15.0} | fields)
 
 
 class Trainer:
