@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
 venv="${MILES_SCRIPT_VENV:-.venv}"
-ensure_venv "$venv" cpu,tasks,tracking,gguf,dev
+ensure_venv "$venv" cpu,tasks,tracking,gguf,megatron,dev
 export PATH="$(cd "$venv/bin" && pwd):$PATH"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
