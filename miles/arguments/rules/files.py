@@ -15,7 +15,7 @@ from miles.backends.training_utils.checkpoint import CheckpointError, resolve_lo
 
 
 def model_directories(args: Args) -> Iterator[str]:
-    from miles.backends.fsdp_utils.model_dir import ModelDirError, check_model_dir
+    from miles.backends.training_utils.model_dir import ModelDirError, check_model_dir
 
     if args.hf_checkpoint is None:
         yield "--hf-checkpoint is required: a Hugging Face model directory"
@@ -102,7 +102,7 @@ def checkpoint_to_load(args: Args) -> Iterator[str]:
 
 def _check_model(args: Args, checkpoint: Path) -> None:
     """Raises: CheckpointError."""
-    from miles.backends.fsdp_utils.model_identity import check_before_loading
+    from miles.backends.training_utils.model_identity import check_before_loading
 
     config = Path(args.hf_checkpoint or "") / "config.json"
     if args.train_backend == "fsdp" and args.hf_checkpoint and config.is_file():  # else another rule reports it

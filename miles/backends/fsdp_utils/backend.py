@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from miles.backends.fsdp_utils.export import iter_hf_tensors, names_unlike_checkpoint, write_hf_directory
 from miles.backends.fsdp_utils.loading import LoadedPolicy, ShardingOptions, load_policy, reshard
-from miles.backends.fsdp_utils.model_dir import check_model_dir
 from miles.backends.fsdp_utils.optimizer import build_optimizer, build_schedule
 from miles.backends.fsdp_utils.scorer import score_micro_batch
 from miles.backends.fsdp_utils.state import TrainState, load_state, save_state, seed_generators
@@ -21,6 +20,7 @@ from miles.backends.fsdp_utils.train_step import StepRunner
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
 from miles.backends.training_utils.backend import TrainBackend, TrainParallelConfig, TrainShard
 from miles.backends.training_utils.checkpoint import resolve_load
+from miles.backends.training_utils.model_dir import check_model_dir
 from miles.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,18 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, fsdp_modules, persistent_buffers
-from miles.backends.fsdp_utils.model_dir import checkpoint_tensor_names
-from miles.utils.atomic_io import publish_dir, write_atomic
+from miles.backends.training_utils.hf_directory import SafetensorsWriter, copy_companions
+from miles.backends.training_utils.model_dir import checkpoint_tensor_names
+from miles.utils.atomic_io import publish_dir
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "hf."
-# Bytes of one weight file of an export, as transformers writes them.
-SHARD_BYTES = 5 * 10**9
-_COPIED = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
-    "chat_template*", "generation_config.json", "preprocessor_config.json", "*.py",
-)  # fmt: skip
 
 
 def to_checkpoint_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -103,46 +97,6 @@ def names_unlike_checkpoint(loaded: LoadedPolicy, directory: Path) -> str | None
     return f"{len(differences)} names differ: {'; '.join(differences[:5])}" if differences else None
 
 
-class SafetensorsWriter:
-    """Writes tensors as they come into numbered files of bounded size, then the index."""
-
-    def __init__(self, directory: Path, shard_bytes: int | None = None) -> None:
-        self.directory, self.shard_bytes = directory, shard_bytes or SHARD_BYTES
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = self._total_bytes = 0
-        self._files: list[list[str]] = []
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self.shard_bytes:
-            self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._pending_bytes += size
-        self._total_bytes += size
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._pending, self.directory / f"part-{len(self._files)}", metadata={"format": "pt"})
-        self._files.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
-
-    def finish(self) -> None:
-        if self._pending:
-            self._flush()
-        count = len(self._files)
-        if count == 1:
-            (self.directory / "part-0").rename(self.directory / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._files):
-            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            (self.directory / f"part-{i}").rename(self.directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        write_atomic(self.directory / "model.safetensors.index.json", json.dumps(index, indent=2))
-
-
 def write_hf_directory(
     loaded: LoadedPolicy, source: Path, final: Path, dtype_of: Callable[[str], torch.dtype], *, writes: bool
 ) -> None:
@@ -170,7 +124,7 @@ def write_hf_directory(
     if writer is not None and failure is None:
         try:
             writer.finish()
-            _copy_companions(source, temporary)
+            copy_companions(source, temporary)
             loaded.config.save_pretrained(temporary)
             publish_dir(temporary, final)
         except Exception as error:
@@ -182,10 +136,3 @@ def write_hf_directory(
     said = [problem for problem in problems if problem is not None]
     if said:
         raise RuntimeError(f"Hugging Face export to {final} failed, nothing was left there: {said[0]}") from failure
-
-
-def _copy_companions(source: Path, target: Path) -> None:
-    for pattern in _COPIED:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                shutil.copy2(file, target / file.name)

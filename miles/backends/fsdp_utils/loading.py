@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from miles.backends.fsdp_utils.model_dir import ModelDirError
 from miles.backends.fsdp_utils.packed_attention import choose_attention, register_packed_attention
 from miles.backends.fsdp_utils.policy_model import PolicyModel
+from miles.backends.training_utils.model_dir import ModelDirError
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, persistent_buffers, reshard
-from miles.backends.fsdp_utils.model_identity import MODEL, check_same_model, identity, recorded
 from miles.backends.training_utils.checkpoint import CheckpointError
 from miles.backends.training_utils.lr_schedule import LRSchedule
+from miles.backends.training_utils.model_identity import MODEL, check_same_model, identity, recorded
 from miles.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)

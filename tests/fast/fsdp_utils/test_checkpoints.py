@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles.backends.fsdp_utils.model_identity import check_before_loading
 from miles.backends.training_utils.checkpoint import CheckpointError, CheckpointStore
+from miles.backends.training_utils.model_identity import check_before_loading
 from tests.fast.fsdp_utils import jobs
 from tests.fast.fsdp_utils.jobs import make_args, make_batch
 

@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from miles.backends.fsdp_utils import export
-from miles.backends.fsdp_utils.model_dir import checkpoint_tensor_names
+from miles.backends.training_utils import hf_directory
+from miles.backends.training_utils.model_dir import checkpoint_tensor_names
 from tests.fast.fsdp_utils.jobs import make_args, make_backend, make_batch, shard_of, weights_of
 from tests.helpers.tiny_models import FAMILIES, make_tiny_model
 
@@ -68,11 +68,11 @@ def test_tensors_come_in_the_dtype_that_engines_serve(world, models, tmp_path, f
 def export_dir(args, target, shard_bytes=None):
     backend, _ = make_backend(args)
     backend.train(shard_of(backend, make_batch()))
-    export.SHARD_BYTES = shard_bytes or 5 * 10**9
+    hf_directory.SHARD_BYTES = shard_bytes or 5 * 10**9
     try:
         backend.export_hf(Path(target))
     finally:
-        export.SHARD_BYTES = 5 * 10**9
+        hf_directory.SHARD_BYTES = 5 * 10**9
     return weights_of(backend)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles.backends.fsdp_utils.loading import fsdp_modules
-from miles.backends.fsdp_utils.model_dir import ModelDirError, check_model_dir
+from miles.backends.training_utils.model_dir import ModelDirError, check_model_dir
 from tests.fast.fsdp_utils.jobs import make_args, make_backend, make_batch, shard_of
 from tests.helpers.tiny_models import FAMILIES, make_tiny_model
 

@@ -7,8 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from miles.backends.fsdp_utils.model_dir import tensor_shapes
 from miles.backends.training_utils.checkpoint import CheckpointError
+from miles.backends.training_utils.model_dir import tensor_shapes
 
 MODEL = "model.json"
 # Config fields whose difference explains a difference of tensors.
