@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from miles.backends.fsdp_utils.export import iter_hf_tensors, names_unlike_checkpoint, write_hf_directory
+from miles.backends.fsdp_utils.export import iter_hf_tensors, names_unlike_checkpoint
 from miles.backends.fsdp_utils.loading import LoadedPolicy, ShardingOptions, load_policy, reshard
 from miles.backends.fsdp_utils.optimizer import build_optimizer, build_schedule
 from miles.backends.fsdp_utils.scorer import score_micro_batch
@@ -20,6 +20,7 @@ from miles.backends.fsdp_utils.train_step import StepRunner
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
 from miles.backends.training_utils.backend import TrainBackend, TrainParallelConfig, TrainShard
 from miles.backends.training_utils.checkpoint import resolve_load
+from miles.backends.training_utils.hf_directory import write_hf_directory
 from miles.backends.training_utils.model_dir import check_model_dir
 from miles.utils.seeds import derive_seed
 
@@ -150,9 +151,10 @@ class FSDPBackend(TrainBackend):
 
     def export_hf(self, directory: Path) -> None:
         kept = self.actor.checkpoint_dtypes
-        write_hf_directory(
-            self.actor, self.source_dir, Path(directory), lambda name: kept[name], writes=self.is_weight_source
-        )
+        writes = self.is_weight_source
+        tensors = iter_hf_tensors(self.actor, lambda name: kept[name], keep=writes)
+        save_config = self.actor.config.save_pretrained
+        write_hf_directory(tensors, self.source_dir, Path(directory), save_config, writes=writes)
 
     # ---- checkpoints and memory ----------------------------------------------------------------------------------
 

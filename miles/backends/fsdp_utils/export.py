@@ -1,23 +1,19 @@
-"""Whole tensors under the names that the Hugging Face checkpoint uses, and whole directories of them."""
+"""Whole tensors under the names that the Hugging Face checkpoint uses."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, fsdp_modules, persistent_buffers
-from miles.backends.training_utils.hf_directory import SafetensorsWriter, copy_companions
 from miles.backends.training_utils.model_dir import checkpoint_tensor_names
-from miles.utils.atomic_io import publish_dir
 
 logger = logging.getLogger(__name__)
 
@@ -95,44 +91,3 @@ def names_unlike_checkpoint(loaded: LoadedPolicy, directory: Path) -> str | None
     differences = [f"{name} is exported and not there" for name in sorted(ours - theirs)]
     differences += [f"{name} is there and not exported" for name in sorted(theirs - ours)]
     return f"{len(differences)} names differ: {'; '.join(differences[:5])}" if differences else None
-
-
-def write_hf_directory(
-    loaded: LoadedPolicy, source: Path, final: Path, dtype_of: Callable[[str], torch.dtype], *, writes: bool
-) -> None:
-    """Export to `final`, complete or not at all: written beside it and renamed. Collective; `writes` on one rank.
-
-    Args:
-        source: the Hugging Face directory whose tokenizer and generation config go along.
-    """
-    temporary = final.with_name(f".{final.name}.tmp")
-    writer: SafetensorsWriter | None = None
-    failure: Exception | None = None
-    if writes:
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            writer = SafetensorsWriter(temporary)
-        except OSError as error:
-            failure = error
-    for name, tensor in iter_hf_tensors(loaded, dtype_of, keep=writes):
-        if writer is not None and failure is None:
-            try:
-                writer.add(name, tensor)
-            except Exception as error:
-                failure = error  # keep taking part in the gathers, so that the other ranks end too
-    if writer is not None and failure is None:
-        try:
-            writer.finish()
-            copy_companions(source, temporary)
-            loaded.config.save_pretrained(temporary)
-            publish_dir(temporary, final)
-        except Exception as error:
-            failure = error
-    if failure is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, None if failure is None else f"{type(failure).__name__}: {failure}")
-    said = [problem for problem in problems if problem is not None]
-    if said:
-        raise RuntimeError(f"Hugging Face export to {final} failed, nothing was left there: {said[0]}") from failure

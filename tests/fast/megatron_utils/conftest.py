@@ -13,3 +13,9 @@ from tests.helpers.gloo_world import World
 def pair() -> Iterator[World]:
     with World(2, timeout_s=240) as world:
         yield world
+
+
+@pytest.fixture(scope="session")
+def quad() -> Iterator[World]:
+    with World(4, timeout_s=240) as world:
+        yield world

@@ -43,7 +43,8 @@ class NameMap:
         entries = [TIED_HEAD if tied and entry == HEAD else entry for entry in family.entries]
         self.family, self.num_layers = family, num_layers
         self._rows = [(_pattern(entry.megatron), entry) for entry in entries]
-        self._unused = [_pattern(name) for name in (*family.unused, *(HEAD.hf if tied else ()))]
+        self._carried = [_pattern(name) for name in family.unused]
+        self._copies = set(HEAD.hf) if tied else set()
 
     def of(self, canonical: str) -> Mapping | None:
         """What a canonical name stands for; None where the table has no row for it."""
@@ -56,7 +57,11 @@ class NameMap:
 
     def is_unused(self, hf_name: str) -> bool:
         """Whether the model does without this tensor of a checkpoint."""
-        for pattern in self._unused:
+        return hf_name in self._copies or self.is_carried(hf_name)
+
+    def is_carried(self, hf_name: str) -> bool:
+        """Whether it does without it and an export keeps it, as it is: it says nothing about what the model learns."""
+        for pattern in self._carried:
             if match := pattern.match(hf_name):
                 beyond = match.groupdict().get("beyond")
                 if beyond is None or int(beyond) >= self.num_layers:

@@ -45,11 +45,17 @@ class PlannedTensor:
 
 @dataclass
 class WeightPlan:
-    """The rank's tensors in a fixed order; `dtypes` is of the directory's tensors, by name."""
+    """The rank's tensors, in an order that is equal on all ranks of a pipeline stage.
+
+    `dtypes` is of the tensors of the directory `source`, by name; `carried` are those that the model does without.
+    """
 
     tensors: list[PlannedTensor]
     dtypes: dict[str, torch.dtype]
     source: Path
+    carried: tuple[str, ...]
+    expert_ranks: int
+    experts_per_rank: int
 
 
 def transforms_of(description: ModelDescription) -> dict[str, Transform]:
@@ -99,7 +105,9 @@ def plan_weights(chunks: Sequence[Any], description: ModelDescription, directory
         directory.path,
     )
     dtypes = {name: stored.dtype for name, stored in directory.tensors.items()}
-    return WeightPlan(planned, dtypes, directory.path)
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    carried = tuple(name for name in directory.tensors if name_map.is_carried(name))
+    return WeightPlan(planned, dtypes, directory.path, carried, ranks, (config.num_moe_experts or 0) // ranks)
 
 
 def _shard(local: LocalTensor, transform: Transform, shapes: Sequence[Shape]) -> Shard:
