@@ -18,6 +18,7 @@ from miles.arguments.rules import (
     files,
     hooks,
     megatron,
+    megatron_model,
     observing,
     running,
     sglang,
@@ -45,6 +46,7 @@ RULES: tuple[Rule | RuleSet, ...] = (
     *data.RULES,
     *files.RULES,
     *architecture.RULES,
+    *megatron_model.RULES,
 )
 
 WARNINGS: tuple[Rule | RuleSet, ...] = (*availability.WARNINGS, *data.WARNINGS)

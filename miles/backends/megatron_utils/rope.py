@@ -7,11 +7,12 @@ transformers' own functions, so that every scaling is the one of the config.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from miles.backends.megatron_utils.families.family import UnsupportedModelError
+
+if TYPE_CHECKING:  # startup rules read the config without it
+    import torch
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
 

@@ -208,6 +208,7 @@ CASES = {
         "needs --dump-details",
     ),
     "dumper-alone": ({"dumper_enable": True}, {"save": "/tmp/x"}, "does not go together with --save"),
+    "megatron-model": (MEGATRON, {"pipeline_model_parallel_size": 3}, "does not divide the 2 layers"),
     "injected-data": (INJECT, {"ci_inject_rollout_data_start_rollout_id": None}, "go together"),
 }
 LATER = {rule.name: rule for rule in RULES if rule.system is not None}
