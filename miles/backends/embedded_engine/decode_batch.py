@@ -17,14 +17,14 @@ from miles.backends.embedded_engine.attention import (
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
 from miles.backends.embedded_engine.request import Request
 
-_ROW_STEP = 8  # batches are padded to a multiple of this: few shapes, and never too few rows
+ROW_STEP = 8  # batches are padded to a multiple of this: few shapes, and never too few rows
 
 
 class DecodeBatch:
     """Rows of `requests`; row i decodes token `ids[i]` at `positions[i]`."""
 
     def __init__(self, pool: PagePool, bank: MaskBank, max_rows: int, max_pages: int):
-        rows = -(-max_rows // _ROW_STEP) * _ROW_STEP
+        rows = -(-max_rows // ROW_STEP) * ROW_STEP
         self.pool, self.bank = pool, bank
         self.requests: list[Request] = []
         self.space = Workspace()
@@ -65,7 +65,7 @@ class DecodeBatch:
     def plan(self) -> tuple[torch.Tensor, torch.Tensor, DecodePlan]:
         """Token ids [rows], positions [rows] and the attention plan of one step, padding rows included."""
         live = len(self.requests)
-        n = -(-live // _ROW_STEP) * _ROW_STEP
+        n = -(-live // ROW_STEP) * ROW_STEP
         positions, device = self.positions[:n], self.pool.device
         page, offset = self.table[np.arange(n), positions // PAGE], positions % PAGE
         self.visible[page[:live]] = offset[:live]

@@ -60,11 +60,13 @@ class Model:
         plan: AttentionPlan,
         kv: torch.Tensor,
         routes: list[torch.Tensor] | None = None,
+        keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Final hidden states [rows, hidden] of tokens `ids` [rows] at `positions` [rows].
 
         Keys and values are written into `kv` (PagePool.kv) at the plan's slots. A `routes` list receives the experts of
-        each layer, [rows, top_k].
+        each layer, [rows, top_k]. With `keep` [kept] only those rows are computed to the end and returned: the others
+        have done their work once the last layer's keys and values are written.
         """
         eps = self._eps
         qk_norms = self._current_qk_norms()
@@ -73,6 +75,8 @@ class Model:
         for i, layer in enumerate(self.weights.layers):
             h = rms_norm(x, layer.input_norm, eps)
             attended = self._attention(i, layer.qkv(h), qk_norms, cos, sin, plan, kv)
+            if keep is not None and i == self.config.num_layers - 1:
+                x, attended = x.index_select(0, keep), attended.index_select(0, keep)
             x = layer.output.add_to(x, attended)
             h = rms_norm(x, layer.post_norm, eps)
             if isinstance(layer.mlp, Mlp):

@@ -39,6 +39,7 @@ class PrefixCache:
         self.pool, self.enabled = pool, enabled
         self.roots: dict[str, Node] = {}
         self.recency: OrderedDict[Node, None] = OrderedDict()
+        self._copies: dict[int, int] = {}  # cached page -> the page it will be copied from, see `commit`
 
     @property
     def num_pages(self) -> int:
@@ -74,12 +75,11 @@ class PrefixCache:
         return best, shared
 
     def insert(self, namespace: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy what is not cached yet of a sequence's `pages` holding `tokens` into cached pages."""
+        """Note what is not cached yet of a sequence's `pages` holding `tokens`; `commit` copies it."""
         if not self.enabled:
             return
         node = self.roots.setdefault(namespace, Node((), -1, None))
         path: list[Node] = []
-        copies: list[tuple[int, int]] = []
         for i, start in enumerate(range(0, len(tokens), PAGE)):
             chunk = tuple(tokens[start : start + PAGE])
             child, shared = self._best_child(node, chunk)
@@ -94,14 +94,19 @@ class PrefixCache:
                         break
                     child = Node(chunk, page, node)
                     node.children.setdefault(chunk[0], []).append(child)
-                copies.append((pages[i], child.page))
+                self._copies[child.page] = pages[i]
             self.recency[child] = None
             path.append(child)
             node = child
         for visited in reversed(path):
             self.recency.move_to_end(visited)
-        if copies:
-            self.pool.copy([a for a, _ in copies], [b for _, b in copies])
+
+    def commit(self) -> None:
+        """Copy all that was inserted, at once. Due before anything is matched, and before a page that was given back
+        meanwhile is written again."""
+        if self._copies:
+            self.pool.copy(list(self._copies.values()), list(self._copies))
+            self._copies.clear()
 
     def _new_page(self, path: list[Node]) -> int | None:
         for node in reversed(path):
@@ -117,6 +122,7 @@ class PrefixCache:
         if not self.recency:
             return False
         node, _ = self.recency.popitem(last=False)
+        self._copies.pop(node.page, None)
         self.pool.give_back(node.page)
         if node.parent is not None:
             siblings = node.parent.children[node.tokens[0]]
@@ -128,6 +134,7 @@ class PrefixCache:
     def clear(self) -> None:
         for node in self.recency:
             self.pool.give_back(node.page)
+        self._copies.clear()
         self.recency.clear()
         self.roots.clear()
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from miles.backends.embedded_engine.request import Request
 
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_BLOCK, _BLOCKED_ABOVE = 256, 8192  # tokens of a large vocabulary that are summed together; what is large
+_BLOCK, _BLOCKED_ABOVE = 256, 2048  # tokens of a large vocabulary that are summed together; what is large
 _BELOW_ONE = 1 - 2.0**-50  # keeps a rounded quantile below the total
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from miles.backends.embedded_engine.attention import ExtendPlan, MaskBank, Span, Workspace, build_extend_plan
-from miles.backends.embedded_engine.decode_batch import DecodeBatch
+from miles.backends.embedded_engine.decode_batch import ROW_STEP, DecodeBatch
 from miles.backends.embedded_engine.forward import Model
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
 from miles.backends.embedded_engine.prefix_cache import PrefixCache
@@ -73,6 +73,7 @@ class Scheduler:
 
     def abort(self, request: Request, message: str = "Aborted", status_code: int | None = None) -> None:
         self._finish(request, finish_abort(message, status_code))
+        self.cache.commit()
 
     def retract(self, request: Request) -> None:
         """Give up a request's cache; it waits at the front of the queue and is computed again."""
@@ -125,6 +126,7 @@ class Scheduler:
             self._decode()
         else:
             return False
+        self.cache.commit()
         self.steps += 1
         return True
 
@@ -205,25 +207,42 @@ class Scheduler:
         plan = build_extend_plan(self.pool, self.bank, [s for _, s in spans], padding, self._prefill_space)
         ids = [t for r, s in spans for t in r.tokens(s.start, s.end)] + [0] * padding
         positions = np.concatenate([*(np.arange(s.start, s.end) for _, s in spans), np.arange(padding)])
-        hidden = self._forward(torch.tensor(ids), torch.from_numpy(positions), plan, spans)
-        done, last_rows, row = [], [], 0
+        done, last = self._completed(spans)
+        scored = any(len(r.input_logprobs) < scored_prompt_tokens(r) for r, _ in spans)
+        keep = last if not scored and self.config.moe is None else None  # what follows needs no other rows
+        hidden = self._forward(torch.tensor(ids), torch.from_numpy(positions), plan, spans, keep)
+        row = 0
         for request, span in spans:
-            score_prompt(self.model, request, span, hidden[row : row + span.end - span.start])
+            if scored:
+                score_prompt(self.model, request, span, hidden[row : row + span.end - span.start])
             row += span.end - span.start
             request.kv_len = span.end
+        if done:
+            self._after_prefill(done, hidden if keep is not None else hidden.index_select(0, last))
+
+    def _completed(self, spans: list[tuple[Request, Span]]) -> tuple[list[Request], torch.Tensor]:
+        """Requests whose tokens end in these spans, and the row of each one's last token (see decode_batch: padded)."""
+        done, rows, row = [], [], 0
+        for request, span in spans:
+            row += span.end - span.start
             if span.end == request.length:
                 done.append(request)
-                last_rows.append(row - 1)
-        if done:
-            self._after_prefill(done, hidden, last_rows)
+                rows.append(row - 1)
+        rows = rows or [0]
+        return done, torch.tensor(rows + rows[:1] * (-len(rows) % ROW_STEP), device=self.pool.device)
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: ExtendPlan, spans: list[tuple[Request, Span]]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: ExtendPlan,
+        spans: list[tuple[Request, Span]],
+        keep: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.pool.kv is not None
         device = self.pool.device
         routes: list[torch.Tensor] | None = [] if self.config.moe is not None else None
-        hidden = self.model.hidden(ids.to(device), positions.to(device), plan, self.pool.kv, routes)
+        hidden = self.model.hidden(ids.to(device), positions.to(device), plan, self.pool.kv, routes, keep)
         if routes:
             table, row = route_table(self.config, routes), 0
             for request, span in spans:
@@ -232,7 +251,8 @@ class Scheduler:
                 store_routes(self.pool, request, span.start, part)
         return hidden
 
-    def _after_prefill(self, done: list[Request], hidden: torch.Tensor, last_rows: list[int]) -> None:
+    def _after_prefill(self, done: list[Request], hidden: torch.Tensor) -> None:
+        """Sample the first tokens of `done` from the hidden states of their last ones [>= requests, hidden]."""
         for request in done:
             self.prefilling.remove(request)
             if request.kv_epoch == self.model.weights.epoch:
@@ -244,10 +264,7 @@ class Scheduler:
         if not keep:
             return
         requests = [done[i] for i in keep]
-        rows = [last_rows[i] for i in keep]
-        rows += [rows[0]] * (-len(rows) % 8)  # see decode_batch: never too few rows for one output
-        index = torch.tensor(rows, device=hidden.device)
-        logits = self.model.logits(hidden.index_select(0, index))[: len(requests)]
+        logits = self.model.logits(hidden)[torch.tensor(keep, device=hidden.device)]
         batch = SamplingBatch.of(requests, hidden.device, self.config.vocab_size)
         positions = np.array([r.length for r in requests])
         self.running.extend(requests)

@@ -20,17 +20,23 @@ class Filled:
         self.pool = PagePool(config, pages, torch.device("cpu"), torch.float32)
         self.cache = PrefixCache(self.pool)
 
-    def store(self, tokens: list[int], namespace: str = "") -> None:
-        pages = [self.pool.take_low() for _ in range(-(-len(tokens) // PAGE))]
-        if None in pages:
-            while self.cache.evict_one():
-                pass
-            pages = [p if p is not None else self.pool.take_low() for p in pages]
-        for i, token in enumerate(tokens):
-            self.pool.kv[:, :, pages[i // PAGE], :, i % PAGE] = token
-        self.cache.insert(namespace, tokens, pages)
-        for page in pages:
-            self.pool.give_back(page)
+    def store(self, *sequences: list[int], namespace: str = "") -> None:
+        """Insert sequences that finish in one step: a page that one gives back may become a cached page of the next."""
+        held = []
+        for tokens in sequences:
+            pages = [self.pool.take_low() for _ in range(-(-len(tokens) // PAGE))]
+            if None in pages:
+                while self.cache.evict_one():
+                    pass
+                pages = [p if p is not None else self.pool.take_low() for p in pages]
+            for i, token in enumerate(tokens):
+                self.pool.kv[:, :, pages[i // PAGE], :, i % PAGE] = token
+            held.append((tokens, pages))
+        for tokens, pages in held:
+            self.cache.insert(namespace, tokens, pages)
+            for page in pages:
+                self.pool.give_back(page)
+        self.cache.commit()
 
     def read(self, tokens: list[int], namespace: str = "") -> list[int]:
         match = self.cache.match(namespace, tokens, len(tokens))
@@ -55,9 +61,9 @@ def test_what_is_found_is_what_was_stored(data, tmp_path_factory):
             tokens = base[: data.draw(st.integers(0, len(base)))] + data.draw(st.lists(st.integers(1, 2), max_size=90))
         else:
             tokens = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=200))
-        if tokens:
-            filled.store(tokens)
-            stored.append(tokens)
+        together = [tokens, *data.draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=90), max_size=2))]
+        filled.store(*(sequence for sequence in together if sequence))
+        stored += [sequence for sequence in together if sequence]
         probe = [*data.draw(st.sampled_from(stored)), 1, 2]
         found = filled.read(probe)
         assert found == probe[: len(found)]
@@ -68,7 +74,7 @@ def test_what_is_found_is_what_was_stored(data, tmp_path_factory):
 
 def test_namespaces_are_apart_and_clear_forgets(tmp_path_factory):
     filled = Filled(config_of(tmp_path_factory), 8)
-    filled.store(list(range(1, 101)), "a")
+    filled.store(list(range(1, 101)), namespace="a")
     assert filled.read(list(range(1, 101)), "b") == []
     assert len(filled.read(list(range(1, 101)), "a")) == 100
     filled.cache.clear()
