@@ -4,8 +4,9 @@
 
 Both sides get the same model directory, prompts, sampling (temperature 1, no eos) and 2 cores: `generate` as 2 threads of one
 batch, the engine as a fleet of `--engines` servers of `--num-threads` threads each that share the requests, which is how a
-run uses several cores. They take turns; each side's best round counts. The prompts of a round are new, so nothing comes from a prefix cache. The last line is
-one JSON object; `max_logprob_diff` compares the engine's log-probs with a full forward pass of transformers over the same tokens.
+run uses several cores. They take turns; each side's median round counts. The prompts of a round are new and the prefix cache is
+flushed before it, as after a weight update. The last line is one JSON object; `max_logprob_diff` compares the engine's
+log-probs with a full forward pass of transformers over the same tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -139,6 +141,7 @@ async def take_turns(
         for i in range(rounds + 1):
             prompts = make_prompts(work, model.config.vocab_size, seed=i)
             theirs.append(reference_round(model, prompts, work))
+            await asyncio.gather(*(client.flush() for client in clients))
             seconds, answers = await engine_round(clients, prompts, work, seed=1000 * i)
             ours.append(seconds)
             if i == 0:
@@ -170,11 +173,11 @@ def compare(name: str, rounds: int, count: int, threads: int) -> dict[str, Any]:
             for engine in engines:
                 terminate(engine.process)
     tokens = work.requests * work.new_tokens
-    best, reference = tokens / min(ours[1:]), tokens / min(theirs[1:])  # round 0 warms both up
+    speed, reference = (tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs))  # round 0 warms both up
     return {
-        "tokens_per_s": round(best, 1),
+        "tokens_per_s": round(speed, 1),
         "reference_tokens_per_s": round(reference, 1),
-        "ratio": round(best / reference, 3),
+        "ratio": round(speed / reference, 3),
         "max_logprob_diff": difference,
         "engines": count,
         "threads_per_engine": threads,
@@ -184,7 +187,7 @@ def compare(name: str, rounds: int, count: int, threads: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "smollm2", "both"), default="both")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--engines", type=int, default=2, help="servers that share the requests")
     parser.add_argument("--num-threads", type=int, default=1, help="threads of each server; generate always gets 2")
     options = parser.parse_args()

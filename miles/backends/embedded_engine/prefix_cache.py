@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class PrefixCache:
         self.roots: dict[str, Node] = {}
         self.recency: OrderedDict[Node, None] = OrderedDict()
         self._copies: dict[int, int] = {}  # cached page -> the page it will be copied from, see `commit`
+        self._by_page: dict[int, Node] = {}
+        self._lowest: list[int] = []  # a heap of cached pages, and of some that no longer are
 
     @property
     def num_pages(self) -> int:
@@ -93,6 +96,7 @@ class PrefixCache:
                     if page is None:
                         break
                     child = Node(chunk, page, node)
+                    self._place(child, page)
                     node.children.setdefault(chunk[0], []).append(child)
                 self._copies[child.page] = pages[i]
             self.recency[child] = None
@@ -117,12 +121,33 @@ class PrefixCache:
             page = self.pool.take_high()
         return page
 
+    def _place(self, node: Node, page: int) -> None:
+        node.page = page
+        self._by_page[page] = node
+        heapq.heappush(self._lowest, page)
+
+    def trade_for_lower(self, page: int) -> int:
+        """Move the lowest cached page to `page`, which is the caller's, if that is higher; returns the caller's page.
+
+        Without it a full cache would scatter running requests over the whole pool, and decode walks all below the highest.
+        """
+        self.commit()
+        while self._lowest and self._lowest[0] not in self._by_page:
+            heapq.heappop(self._lowest)
+        if not self._lowest or self._lowest[0] > page:
+            return page
+        low = heapq.heappop(self._lowest)
+        self.pool.copy([low], [page])
+        self._place(self._by_page.pop(low), page)
+        return low
+
     def evict_one(self) -> bool:
         """Free the least recently used leaf; False when nothing is cached."""
         if not self.recency:
             return False
         node, _ = self.recency.popitem(last=False)
         self._copies.pop(node.page, None)
+        del self._by_page[node.page]
         self.pool.give_back(node.page)
         if node.parent is not None:
             siblings = node.parent.children[node.tokens[0]]
@@ -135,6 +160,8 @@ class PrefixCache:
         for node in self.recency:
             self.pool.give_back(node.page)
         self._copies.clear()
+        self._by_page.clear()
+        self._lowest.clear()
         self.recency.clear()
         self.roots.clear()
 

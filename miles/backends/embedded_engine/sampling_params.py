@@ -52,7 +52,8 @@ class SamplingParams:
         )
 
 
-_FIELDS = {f.name for f in fields(SamplingParams)}
+_JSON_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+_FIELDS = {f.name: _JSON_TYPES.get(str(f.type).split(" ")[0], (object,)) for f in fields(SamplingParams)}
 
 
 def parse_sampling_params(raw: Any, vocab_size: int) -> SamplingParams:
@@ -83,14 +84,10 @@ def parse_sampling_params(raw: Any, vocab_size: int) -> SamplingParams:
 
 def _convert(values: dict[str, Any], problems: list[str]) -> None:
     """Bring JSON values to the field types, in place."""
-    kinds: dict[str, tuple[type, ...]] = {}
-    for f in fields(SamplingParams):
-        kinds[f.name] = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(
-            str(f.type).split(" ")[0], (object,)
-        )
     for name, value in list(values.items()):
-        wrong_bool = isinstance(value, bool) and kinds[name] in ((int,), (int, float))
-        if not isinstance(value, kinds[name]) or wrong_bool:
+        kinds = _FIELDS[name]
+        wrong_bool = isinstance(value, bool) and kinds in ((int,), (int, float))
+        if not isinstance(value, kinds) or wrong_bool:
             problems.append(f"{name} has type {type(value).__name__}")
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]

@@ -188,7 +188,7 @@ class Scheduler:
             if not self.cache.evict_one():
                 raise RuntimeError("the page accounting is wrong: no free page where one was promised")
             page = self.pool.take_low()
-        return page
+        return self.cache.trade_for_lower(page)
 
     # ---- prefill -------------------------------------------------------------------------------------------------
 
