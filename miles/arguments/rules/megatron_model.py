@@ -26,7 +26,7 @@ FIELDS = {
 
 def problems(args: Args) -> Iterator[str]:
     """An unknown architecture; otherwise flags that contradict it and sizes that do not divide it."""
-    if args.train_backend != "megatron" or args.custom_model_provider_path:
+    if args.train_backend != "megatron":
         return
     config = _config(args)
     if config is None:
@@ -37,7 +37,7 @@ def problems(args: Args) -> Iterator[str]:
     from miles.backends.megatron_utils.rope import read_rope
 
     try:
-        fields = family_of(config).fields(config)
+        fields = family_of(config, args.model_name).fields(config)
         read_rope(config)
     except UnsupportedModelError as error:
         yield f"--hf-checkpoint {args.hf_checkpoint}: {error}"

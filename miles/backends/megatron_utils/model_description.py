@@ -47,7 +47,7 @@ def describe_model(args: Any, directory: str | Path, platform: Platform, dtype: 
         directory, trust_remote_code=bool(getattr(args, "trust_remote_code", False))
     )
     hf = hf.get_text_config()
-    family, rope = family_of(hf), read_rope(hf)
+    family, rope = family_of(hf, getattr(args, "model_name", None)), read_rope(hf)
     fields = family.fields(hf) | _flag_fields(args) | _parallel_fields(args) | platform.config_overrides
     if rope.attention_factor != 1.0 and not fields.get("multi_latent_attention"):
         fields["softmax_scale"] = rope.attention_factor**2 / math.sqrt(fields["kv_channels"])

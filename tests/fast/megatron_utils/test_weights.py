@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from miles.backends.megatron_utils.weights.name_map import NameMapError
 from miles.utils.digest import tensor_digest
 from tests.fast.megatron_utils.architectures import make_model
-from tests.fast.megatron_utils.weight_jobs import exported, share_read, units, without_rows, written
+from tests.fast.megatron_utils.weight_jobs import exported, exported_after, share_read, units, without_rows, written
 
 
 def stored(directory):
@@ -164,3 +164,20 @@ def test_a_table_without_rows_for_some_tensors_is_not_used(pair, tmp_path):
         "the model has no use for the checkpoint's lm_head.weight",
     ):
         assert text in str(error.value)
+
+
+def test_another_model_is_loaded_into_the_same_layout_if_it_is_alike(pair, tmp_path):
+    make_model(tmp_path / "actor", "qwen2")
+    make_model(tmp_path / "ref", "qwen2")
+    changed = {name: tensor + 1 for name, tensor in stored(tmp_path / "ref").items()}
+    save_file(changed, tmp_path / "ref" / "model.safetensors")
+    assert merged(pair.run(exported_after, str(tmp_path / "actor"), {"pp": 2}, str(tmp_path / "ref"))) == digests(
+        changed
+    )
+    changed["model.norm.weight"] = torch.zeros(31)
+    changed["other"] = changed.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(changed, tmp_path / "ref" / "model.safetensors")
+    with pytest.raises(NameMapError, match=r"is not a model like") as error:
+        pair.run(exported_after, str(tmp_path / "actor"), {"pp": 2}, str(tmp_path / "ref"))
+    assert "it lacks model.layers.0.mlp.up_proj.weight" in str(error.value)
+    assert "model.norm.weight has shape [31] instead of [32]" in str(error.value)

@@ -78,6 +78,19 @@ def exported(directory: str, layout: Layout, dtype: torch.dtype | None = None, *
     return {name: tensor_digest(tensor) for name, tensor in stream}
 
 
+def exported_after(directory: str, layout: Layout, other: str) -> dict[str, str] | None:
+    """The same of a model that was filled a second time, from the directory `other`."""
+    from miles.backends.megatron_utils.weights.checkpoint_files import HFDirectory
+    from miles.backends.megatron_utils.weights.exporting import WeightExporter
+    from miles.backends.megatron_utils.weights.loading import load_weights
+
+    plan = built(directory, layout).plan
+    load_weights(plan, HFDirectory(other))
+    exporter = WeightExporter(plan)
+    stream = list(exporter.iter_tensors(plan.dtypes.__getitem__))
+    return {name: tensor_digest(tensor) for name, tensor in stream} if exporter.is_source else None
+
+
 def units(directory: str) -> list[list[str]]:
     """Names of the tensors that travel together."""
     from miles.backends.megatron_utils.weights.exporting import WeightExporter

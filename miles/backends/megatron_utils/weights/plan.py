@@ -47,11 +47,13 @@ class PlannedTensor:
 class WeightPlan:
     """The rank's tensors, in an order that is equal on all ranks of a pipeline stage.
 
-    `dtypes` is of the tensors of the directory `source`, by name; `carried` are those that the model does without.
+    `dtypes` and `shapes` are of the tensors of the directory `source`, by name; `carried` are those that the model does
+    without.
     """
 
     tensors: list[PlannedTensor]
     dtypes: dict[str, torch.dtype]
+    shapes: dict[str, Shape]
     source: Path
     carried: tuple[str, ...]
     expert_ranks: int
@@ -107,7 +109,10 @@ def plan_weights(chunks: Sequence[Any], description: ModelDescription, directory
     dtypes = {name: stored.dtype for name, stored in directory.tensors.items()}
     ranks = parallel_state.get_expert_model_parallel_world_size()
     carried = tuple(name for name in directory.tensors if name_map.is_carried(name))
-    return WeightPlan(planned, dtypes, directory.path, carried, ranks, (config.num_moe_experts or 0) // ranks)
+    stored_shapes = {name: stored.shape for name, stored in directory.tensors.items() if not name_map.is_unused(name)}
+    return WeightPlan(
+        planned, dtypes, stored_shapes, directory.path, carried, ranks, (config.num_moe_experts or 0) // ranks
+    )
 
 
 def _shard(local: LocalTensor, transform: Transform, shapes: Sequence[Shape]) -> Shard:
