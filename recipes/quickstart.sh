@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on a 2-core CPU, end to end: assets, a supervised warm start, then RL. Evidence: verified, gated by tests/e2e.
+# GRPO on a 2-core CPU, end to end: assets, a supervised warm start, then RL. Evidence: verified (tests/e2e/test_quickstart.py runs it short).
 #
 # Task: reasoning-gym's spell_backward with a 1 M parameter Qwen3 (scripts/make_quickstart.py says why it is hard enough).
 # Parts: 2 FSDP2 trainer ranks over gloo, 2 embedded engines, each a process of its own, broadcast weight updates, each verified.

@@ -4,6 +4,8 @@
 #   bash scripts/test.sh [pytest options, e.g. -x -k resume]
 #
 # MILES_SCRIPT_VENV=... picks the virtual environment (.venv; made if it is not there).
+# MILES_SCRIPT_TEST_SGLANG=1 installs real SGLang too (.venv-sglang) and runs its quick tests: one server, no whole run.
+# Without it they are left out here, and run by scripts/nightly.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
@@ -18,4 +20,8 @@ ruff format --check .
 mypy
 lint-imports
 python -m pytest -q tests/fast "$@"
-python -m pytest -q tests/e2e "$@"
+if [ -n "${MILES_SCRIPT_TEST_SGLANG:-}" ]; then
+    bash scripts/install_sglang_cpu.sh
+    python -m pytest -q tests/e2e/sglang/test_parity.py tests/e2e/sglang/test_control.py "$@"
+fi
+python -m pytest -q tests/e2e --ignore tests/e2e/sglang "$@"

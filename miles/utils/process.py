@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_ROW_ATTEMPTS = 50
 
 
 def _die_with_parent() -> None:
@@ -21,19 +22,22 @@ def _die_with_parent() -> None:
 
 
 def spawn(
-    command: Sequence[str], *, log_path: Path, env: dict[str, str], pass_fds: Sequence[int] = ()
+    command: Sequence[str], *, log_path: Path | None, env: dict[str, str], pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen:
-    """Start `command` with output to `log_path`; the kernel kills it if this process dies, however it dies.
+    """Start `command` with output to `log_path` (None: ours); the kernel kills it if this process dies, however it dies.
 
     Call it from a thread that lives as long as the process does: Linux ties the death signal to the spawning thread.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_path, "ab", buffering=0) as log:
+    with contextlib.ExitStack() as files:
+        log = None
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = files.enter_context(open(log_path, "ab", buffering=0))
         return subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=None if log is None else subprocess.STDOUT,
             env=env,
             preexec_fn=_die_with_parent,
             pass_fds=list(pass_fds),
@@ -68,6 +72,24 @@ def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     do, can still listen on it. Raises: OSError that names the port when somebody listens there.
     """
     return _take_port(host, port, listen=False)
+
+
+def hold_ports(host: str, count: int) -> list[socket.socket]:
+    """`hold_port` for `count` ports in a row, for a server that derives further ports from the one that it is told.
+
+    Raises: OSError when no such row is free.
+    """
+    for _ in range(_ROW_ATTEMPTS):
+        held = [hold_port(host)]
+        first = held[0].getsockname()[1]
+        try:
+            for port in range(first + 1, first + count):
+                held.append(hold_port(host, port))
+            return held
+        except (OSError, OverflowError):  # the row meets a port that is taken, or the last one
+            for sock in held:
+                sock.close()
+    raise OSError(f"no {count} ports in a row are free on {host}")
 
 
 def _take_port(host: str, port: int, *, listen: bool) -> socket.socket:

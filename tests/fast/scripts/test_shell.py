@@ -1,6 +1,7 @@
 """The shell scripts: what they say when something is missing, and what recipes ask for."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,9 +62,18 @@ def test_an_installation_is_not_repeated_until_something_changes(tmp_path):
     assert (tmp_path / "calls").read_text().count("ran") == 2
 
 
+LABELS = ("fully gated", "proxy gated", "verified", "not verified")
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.name)
 def test_recipes_say_how_well_they_are_known_to_work(recipe):
-    assert "Evidence: " in recipe.read_text()
+    """By one of four labels; a gated one names the test that gates it, and that has to be there."""
+    (evidence,) = re.findall(r"Evidence: (.*)", recipe.read_text())
+    label = next((each for each in LABELS if evidence.startswith(each)), None)
+    assert label, evidence
+    if label.endswith("gated"):
+        (test,) = re.findall(r"tests/\S+\.py", evidence)
+        assert (REPO / test).is_file(), test
     assert recipe.read_text().rstrip().endswith('"$@"'), "extra flags come last, so that they win"
 
 
