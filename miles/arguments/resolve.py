@@ -16,6 +16,7 @@ from typing import Any
 from miles.arguments.args import Args
 from miles.arguments.devices import has_gpu, has_package
 from miles.arguments.systems import works
+from miles.backends.engine_api.topology import TopologyError, devices_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -99,6 +100,17 @@ def _dump_details(a: Args) -> dict[str, Any]:
 
 def _colocated_gpus(a: Args) -> dict[str, Any]:
     return {"rollout_num_gpus": a.actor_num_nodes * a.actor_num_gpus_per_node} if a.colocate else {}
+
+
+def _engine_devices(a: Args) -> dict[str, Any]:
+    if a.rollout_external:
+        return _unset(a, rollout_num_gpus=len(a.rollout_external_engine_addrs or ()) * a.rollout_num_gpus_per_engine)
+    if a.sglang_config is None or a.rollout_num_gpus is not None:
+        return {}
+    try:
+        return {"rollout_num_gpus": devices_of(a)}
+    except TopologyError:
+        return {}  # a rule tells what is wrong with it
 
 
 def _offload(a: Args) -> dict[str, Any]:
@@ -223,6 +235,7 @@ STEPS = (
     Resolve("--load-debug-rollout-data", lambda a: {"debug_train_only": True} if a.load_debug_rollout_data else {}),
     Resolve("--dump-details", _dump_details),
     Resolve("--colocate: engines use the trainer's devices", _colocated_gpus),
+    Resolve("the engines that are named", _engine_devices),
     Resolve("whether trainer and engines share devices", _offload),
     Resolve("--ci-test", _weight_check),
     Resolve("replay of rollout data needs replay", _replay),

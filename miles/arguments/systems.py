@@ -12,7 +12,7 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "sglang-gpu": ("SGLang on GPUs", False),
     "sglang-router": ("SGLang's router", False),
     "placement": ("the choice of nodes and collectives", False),
-    "engine-topology": ("the engine topology (external engines, prefill/decode split, per-model groups)", False),
+    "engine-topology": ("the engine topology (external engines, prefill/decode split, per-model groups)", True),
     "megatron": ("the Megatron trainer", False),
     "critic": ("PPO with a critic", False),
     "fully-async": ("fully asynchronous rollout", False),

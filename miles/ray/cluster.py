@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from miles.backends.engine_api.topology import plan_engines
 from miles.ray.coordinator import RemoteWeightUpdateCoordinator
 from miles.ray.placement import Placement, connect_ray, demand_of
 from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
@@ -70,7 +71,8 @@ class Cluster:
         self.progress.status("starting Ray")
         self._not_rays = set(descendants())
         connect_ray(demand)
-        self.placement = Placement(demand, args.cluster_wait_timeout)
+        several = any(spec.devices > 1 for spec in plan_engines(args))
+        self.placement = Placement(demand, args.cluster_wait_timeout, ask_for_gpus=several)
         self.progress.status("starting engines and trainer")
         self.manager = RemoteRolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
         started = asyncio.ensure_future(_future(self.manager.start.remote()))

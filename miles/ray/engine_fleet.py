@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import json
 import logging
@@ -12,15 +13,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
 from miles.backends.engine_api.capabilities import Capabilities, probe
 from miles.backends.engine_api.client import EngineClient, EngineError
 from miles.backends.engine_api.errors import EngineStartError
+from miles.backends.engine_api.topology import DECODE, PREFILL, EngineSpec, plan_engines
+from miles.ray.engine_hosts import EngineHost, ExternalEngine, LaunchedEngine, external_client
 from miles.ray.placement import Placement
-from miles.ray.rollout_engine import RemoteRolloutEngine
 from miles.router.engine_pool import EnginePool
+from miles.router.prefill_decode import PrefillDecodeClient
 from miles.weight_update.types import EngineEndpoint
 
 logger = logging.getLogger(__name__)
@@ -45,13 +49,17 @@ class CatchUp(enum.Enum):
 
 @dataclass
 class EngineSlot:
-    index: int
-    actor: Any
+    spec: EngineSpec
+    host: EngineHost
     state: EngineState = EngineState.DEAD
     client: EngineClient | None = None
     capabilities: Capabilities | None = None
     incarnation: int = -1
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
 
 
 class EngineFleet:
@@ -69,11 +77,9 @@ class EngineFleet:
         self._watcher: asyncio.Task | None = None
         self._recoveries: dict[int, asyncio.Task] = {}
         self._catch_ups: set[asyncio.Task] = set()
+        # Requests for the model that is trained go to `pool`; each other model has a pool of its own.
+        self.pools: dict[str, EnginePool] = {}
         pool.on_dead = self.report_dead
-
-    @property
-    def size(self) -> int:
-        return max(self.args.rollout_num_gpus // self.args.rollout_num_gpus_per_engine, 1)
 
     @property
     def restarts(self) -> int:
@@ -84,41 +90,72 @@ class EngineFleet:
 
     async def start(self, version: int) -> None:
         self.version = version
-        self.slots = [EngineSlot(i, self._create_actor(i)) for i in range(self.size)]
+        self.slots = [EngineSlot(spec, self._host_of(spec)) for spec in plan_engines(self.args)]
+        for slot in self.slots:
+            self.pools[slot.spec.model] = self._pool_of(slot.spec)
         await _gather_all([self._launch(slot) for slot in self.slots])
         self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
 
-    def _create_actor(self, index: int) -> Any:
+    def _host_of(self, spec: EngineSpec) -> EngineHost:
+        if spec.address is not None:
+            return ExternalEngine(self.args, spec)
         assert self.placement is not None
-        rank = self.placement.demand.rollout_offset + index * self.args.rollout_num_gpus_per_engine
-        share = 0.2 if self.args.colocate or self.args.train_device == "cuda" else 1.0
-        options = self.placement.actor_options(rank, share)
-        return RemoteRolloutEngine.options(**options).remote(self.args, index, self.admin_key)
+        return LaunchedEngine(self.args, spec, self.admin_key, self.placement)
+
+    def _pool_of(self, spec: EngineSpec) -> EnginePool:
+        if spec.trained:
+            return self.pool
+        pool = self.pools.get(spec.model) or EnginePool(self.args)
+        pool.on_dead = self.report_dead
+        return pool
 
     async def _launch(self, slot: EngineSlot) -> None:
-        """Start the slot's server; afterwards it is alive and STALE."""
+        """Start the slot's server; afterwards it is alive and STALE, or serves if its model is not trained."""
         slot.state, slot.incarnation = EngineState.STARTING, slot.incarnation + 1
         try:
-            url = await slot.actor.start.remote(slot.incarnation, self.version)
-        except ray.exceptions.RayActorError:
-            slot.actor = self._create_actor(slot.index)
-            url = await slot.actor.start.remote(slot.incarnation, self.version)
+            url = await slot.host.start(slot.incarnation, self.version)
         except Exception as error:
             slot.state = EngineState.DEAD
             raise EngineStartError(f"engine {slot.index} did not start: {error}") from error
-        slot.client = EngineClient(
-            url,
-            admin_key=self.admin_key,
-            request_timeout_s=self.args.rollout_request_timeout,
-            vocab_size=vocabulary(self.args.hf_checkpoint),
-        )
+        slot.client = self._client(slot, url)
         try:
             slot.capabilities = await probe(slot.client)
         except EngineError as error:
             slot.state = EngineState.DEAD
             raise EngineStartError(f"engine {slot.index} cannot be used: {error}") from error
         slot.state = EngineState.STALE
-        logger.info("engine %d (incarnation %d) is up at %s", slot.index, slot.incarnation, url)
+        logger.info("engine %d (%s, incarnation %d) is up at %s", slot.index, slot.spec, slot.incarnation, url)
+        if not slot.spec.trained:
+            self.admit([slot.index])
+
+    def _client(self, slot: EngineSlot, url: str) -> EngineClient:
+        model = slot.spec.model_path or self.args.hf_checkpoint
+        options = {"request_timeout_s": self.args.rollout_request_timeout, "vocab_size": vocabulary(model)}
+        if slot.spec.address is not None:
+            return external_client(self.args, url, **options)
+        return EngineClient(url, admin_key=self.admin_key, **options)
+
+    def _serve(self, slot: EngineSlot) -> None:
+        """Let the pool of the slot's model know what serves now: of a disaggregated model pairs, so both must be there."""
+        pool = self.pools[slot.spec.model]
+        if slot.spec.kind not in (PREFILL, DECODE):
+            pool.set_engine(slot.index, slot.client if slot.state is EngineState.SERVING else None)
+            return
+        mine = [s for s in self.slots if s.spec.model == slot.spec.model and s.state is EngineState.SERVING]
+        prefills = [s.client for s in mine if s.spec.kind == PREFILL and s.client is not None]
+        for other in self.slots:
+            if other.spec.model == slot.spec.model and other.spec.kind == DECODE:
+                ready = other in mine and other.client is not None and prefills
+                pool.set_engine(other.index, PrefillDecodeClient(other.client, prefills) if ready else None)  # type: ignore[arg-type]
+
+    def model_addresses(self) -> dict[str, tuple[str, int]]:
+        """Host and port of each model's first engine, for hooks that send requests by themselves."""
+        found: dict[str, tuple[str, int]] = {}
+        for slot in self.slots:
+            if slot.client is not None and slot.spec.kind != PREFILL:
+                parts = urlsplit(slot.client.base_url)
+                found.setdefault(slot.spec.model, (parts.hostname or "", parts.port or 80))
+        return found
 
     async def stop(self) -> None:
         tasks = [self._watcher, *self._recoveries.values(), *self._catch_ups]
@@ -129,16 +166,11 @@ class EngineFleet:
         await asyncio.gather(*(self._shut(slot) for slot in self.slots), return_exceptions=True)
 
     async def _shut(self, slot: EngineSlot) -> None:
-        self.pool.set_engine(slot.index, None)
         client, slot.client, slot.state = slot.client, None, EngineState.DEAD
+        self._serve(slot)
         if client is not None:
             await client.close()
-        try:
-            await asyncio.wait_for(asyncio.ensure_future(_as_future(slot.actor.stop.remote())), 15)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("engine %d could not be stopped in order: %s; killing its actor", slot.index, error)
-            ray.kill(slot.actor)
-            slot.actor = self._create_actor(slot.index)
+        await slot.host.stop()
 
     # ---- watching and recovery -------------------------------------------------------------------------------------
 
@@ -156,13 +188,13 @@ class EngineFleet:
     async def _check(self, slot: EngineSlot, probe: bool) -> None:
         incarnation = slot.incarnation
         try:
-            code = await slot.actor.poll.remote()
-            if code is None and probe and slot.client is not None:
+            why = await slot.host.poll()
+            if why is None and probe and slot.client is not None:
                 await slot.client.alive(timeout_s=self.args.rollout_health_check_timeout)
-        except (ray.exceptions.RayError, EngineError, TimeoutError) as error:
-            code = f"no healthy answer: {type(error).__name__}: {error}"
-        if code is not None and slot.incarnation == incarnation:
-            self.report_dead(slot.index, f"exit code {code}" if isinstance(code, int) else code)
+        except (EngineError, TimeoutError) as error:
+            why = f"no healthy answer: {type(error).__name__}: {error}"
+        if why is not None and slot.incarnation == incarnation:
+            self.report_dead(slot.index, why)
 
     def report_dead(self, index: int, why: str = "a request found it unreachable") -> None:
         """Take an engine out of service and begin to replace it; further reports of the same death do nothing."""
@@ -171,7 +203,7 @@ class EngineFleet:
             return
         logger.error("engine %d (incarnation %d) is dead: %s", index, slot.incarnation, why)
         slot.state = EngineState.DEAD
-        self.pool.set_engine(index, None)
+        self._serve(slot)
         task = asyncio.create_task(self._replace(slot, why), name=f"replace-engine-{index}")
         self._recoveries[index] = task
         task.add_done_callback(lambda _: self._recovered(index))
@@ -188,19 +220,17 @@ class EngineFleet:
         async with slot.lock:
             if self.restarts >= MAX_RESTARTS * len(self.slots):
                 message = f"engines died {self.restarts} times in this run; last: engine {slot.index}, {why}"
-                self.pool.fail(EngineStartError(message))
+                self.pools[slot.spec.model].fail(EngineStartError(message))
                 return
-            try:
-                last = await slot.actor.last_lines.remote()
-                logger.error("engine %d's last lines:\n%s", slot.index, last)
-            except ray.exceptions.RayError:
-                pass
+            with contextlib.suppress(ray.exceptions.RayError):
+                logger.error("engine %d's last lines:\n%s", slot.index, await slot.host.last_lines())
             try:
                 await self._shut(slot)
                 await self._launch(slot)
             except Exception as error:
                 logger.exception("engine %d could not be restarted", slot.index)
-                self.pool.fail(EngineStartError(f"engine {slot.index} died ({why}) and its restart failed: {error}"))
+                failure = EngineStartError(f"engine {slot.index} died ({why}) and its restart failed: {error}")
+                self.pools[slot.spec.model].fail(failure)
 
     async def refresh(self, index: int) -> None:
         """Bring a stale engine to the current version and let it serve; without a way to, it waits for an update."""
@@ -227,8 +257,8 @@ class EngineFleet:
         return EngineEndpoint(
             index=slot.index,
             url=slot.client.base_url,
-            admin_key=self.admin_key,
-            world_size=self.args.rollout_num_gpus_per_engine,
+            admin_key=slot.client.admin_key or "",
+            world_size=slot.host.world_size,
             incarnation=slot.incarnation,
             digests=slot.capabilities.digests,
         )
@@ -240,7 +270,7 @@ class EngineFleet:
             await asyncio.wait(pending, timeout=self.args.engine_start_timeout)
         dead = [slot for slot in self.slots if slot.state is EngineState.DEAD]
         await _gather_all([self._launch(slot) for slot in dead])
-        return [self.endpoint(slot) for slot in self.slots if slot.client is not None]
+        return [self.endpoint(slot) for slot in self.slots if slot.client is not None and slot.spec.trained]
 
     def admit(self, indices: list[int], version: int | None = None) -> None:
         """Let engines whose weights were verified serve."""
@@ -250,13 +280,13 @@ class EngineFleet:
             slot = self.slots[index]
             if slot.client is not None and slot.state in (EngineState.STALE, EngineState.SERVING):
                 slot.state = EngineState.SERVING
-                self.pool.set_engine(index, slot.client)
+                self._serve(slot)
 
     async def fence(self, indices: list[int]) -> None:
         """Kill engines whose weights are in doubt, and start them again; they serve after the next update."""
         for index in indices:
             self.slots[index].state = EngineState.DEAD
-            self.pool.set_engine(index, None)
+            self._serve(self.slots[index])
 
         async def again(slot: EngineSlot) -> None:
             async with slot.lock:
@@ -273,10 +303,6 @@ def vocabulary(model_path: str) -> int | None:
     except (OSError, ValueError):
         return None
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-
-
-async def _as_future(ref: Any) -> Any:
-    return await ref
 
 
 async def _gather_all(coroutines: list) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ def demand_of(args: Any) -> Demand:
     """Bundles that `args` asks for. Debug modes leave out the side that they do not run."""
     return Demand(
         trainer=0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node,
-        rollout=0 if args.debug_train_only else (args.rollout_num_gpus or 0),
+        rollout=0 if args.debug_train_only or args.rollout_external else (args.rollout_num_gpus or 0),
         evaluation=args.eval_num_gpus or 0,
         colocate=bool(args.colocate),
         gpus=args.train_device == "cuda",
@@ -58,11 +59,17 @@ def connect_ray(demand: Demand) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.WARNING)
+        # What the launcher names: settings that processes on the cluster's nodes would not have by themselves.
+        names = [name for name in os.environ.get("MILES_FORWARD_ENV", "").split(",") if name in os.environ]
+        runtime: dict[str, Any] = (
+            {"runtime_env": {"env_vars": {name: os.environ[name] for name in names}}} if names else {}
+        )
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.WARNING, **runtime)
         return
     # CPUs are logical here: without GPUs every rank takes one, and a laptop may have fewer than ranks.
     cpus = max(demand.bundles + 4, os.cpu_count() or 1)
-    ray.init(num_cpus=cpus, object_store_memory=1 << 30, **options)
+    # "local": a cluster that somebody else has started on this host is not joined by chance.
+    ray.init("local", num_cpus=cpus, object_store_memory=1 << 30, **options)
 
 
 def wait_for_resources(demand: Demand, timeout_s: float) -> None:
@@ -86,14 +93,16 @@ def wait_for_resources(demand: Demand, timeout_s: float) -> None:
 
 
 class Placement:
-    """One placement group; logical rank i is bundle `order[i]`, sorted by node address so that ranks are stable."""
+    """One placement group; logical rank i is bundle `order[i]`, sorted by node (and GPU) so that ranks are stable."""
 
-    def __init__(self, demand: Demand, timeout_s: float) -> None:
+    def __init__(self, demand: Demand, timeout_s: float, ask_for_gpus: bool = False) -> None:
+        """`ask_for_gpus`: find out which GPU each bundle has, in seconds; needed where a process uses several."""
         self.demand = demand
         wait_for_resources(demand, timeout_s)
         bundle = {"GPU": 1, "CPU": 1} if demand.gpus else {"CPU": 1}
         self.group: PlacementGroup | None = None
         self.order: list[int] = []
+        self._gpus: dict[int, int] = {}
         if demand.bundles == 0:
             return
         self.group = placement_group([bundle] * demand.bundles, strategy="PACK")
@@ -106,7 +115,14 @@ class Placement:
             )
         nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        self.order = sorted(range(demand.bundles), key=lambda i: (_address_key(address[nodes[i]]), i))
+        self._gpus = _gpus_of_bundles(self.group, demand.bundles, timeout_s) if demand.gpus and ask_for_gpus else {}
+        self.order = sorted(
+            range(demand.bundles), key=lambda i: (_address_key(address[nodes[i]]), self._gpus.get(i, 0), i)
+        )
+
+    def gpu_ids(self, logical_ranks: Iterable[int]) -> list[int]:
+        """Which GPUs of their node the bundles of `logical_ranks` have; only after `ask_for_gpus`."""
+        return [self._gpus[self.order[rank]] for rank in logical_ranks]
 
     def strategy(self, logical_rank: int) -> PlacementGroupSchedulingStrategy:
         if self.group is None:
@@ -126,6 +142,22 @@ class Placement:
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
+
+
+def _gpus_of_bundles(group: PlacementGroup, bundles: int, timeout_s: float) -> dict[int, int]:
+    """GPU number of each bundle on its node."""
+
+    @ray.remote(num_cpus=0, num_gpus=0.01, max_retries=0)
+    def gpu() -> int:
+        return int(ray.get_gpu_ids()[0])
+
+    asked = [
+        gpu.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=i)
+        ).remote()
+        for i in range(bundles)
+    ]
+    return dict(enumerate(ray.get(asked, timeout=timeout_s)))
 
 
 def _address_key(address: str) -> tuple:

@@ -62,6 +62,8 @@ class RolloutManager:
         if not args.debug_train_only:
             self.fleet = EngineFleet(args, self.placement, self.pool)
             await self.fleet.start(version)
+            self.pool.models = self.fleet.pools
+            args.sglang_model_routers = self.fleet.model_addresses()
             if args.debug_rollout_only:
                 self.fleet.admit([slot.index for slot in self.fleet.slots])
         length = len(self.data_source) if hasattr(self.data_source, "__len__") else None
@@ -178,7 +180,7 @@ class RolloutManager:
     async def engine_pids(self) -> list[int | None]:
         if self.fleet is None:
             return []
-        return [await slot.actor.pid.remote() for slot in self.fleet.slots]
+        return [await slot.host.pid() for slot in self.fleet.slots]
 
     # ---- checkpoint ------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class EnginePool:
         # A replacement has to start and to be given the current weights before it serves.
         self.recovery_timeout_s: float = args.engine_start_timeout + args.weight_update_timeout
         self.on_dead: Callable[[int], Any] = lambda index: None
+        self.models: dict[str, EnginePool] = {}  # by name, of all models that the run serves (--sglang-config)
         self._clients: dict[int, EngineClient] = {}
         self._in_flight: dict[int, int] = {}
         self._sticky: OrderedDict[str, int] = OrderedDict()

@@ -94,15 +94,19 @@ class RolloutArgs:
     )
 
 
-@group("Rollout, engine topology", system="engine-topology", owner="sglang")
+@group("Rollout, engine topology", system="engine-topology")
 class EngineTopologyArgs:
-    rollout_external: bool = flag(False, "Use engines that are already running.")
+    rollout_external: bool = flag(
+        False, "Use engines that are already running; the run updates them and never ends them."
+    )
     rollout_external_engine_addrs: list[str] | None = flag(
         None, "Their addresses, HOST:PORT each.", metavar="HOST:PORT"
     )
-    prefill_num_servers: int | None = flag(None, "Servers that only prefill, for prefill/decode disaggregation.", ge=1)
+    prefill_num_servers: int | None = flag(
+        None, "Servers that only prefill, for prefill/decode disaggregation.", ge=1, owner="sglang"
+    )
     sglang_config: str | None = flag(
-        None, "YAML with engine groups, models and their overrides.", metavar="FILE", path="file"
+        None, "YAML with models, groups of engines and their overrides.", metavar="FILE", path="file", owner="sglang"
     )
 
 

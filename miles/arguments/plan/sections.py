@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from miles.arguments.args import ALL_FLAGS, FLAGS, SECRETS, Args
 from miles.arguments.rules.architecture import read_config
+from miles.backends.engine_api.topology import REGULAR, EngineSpec, plan_engines
 
 Section = dict[str, Any]
 
@@ -34,7 +36,7 @@ def engine_ranks(a: Args) -> int:
 
 def placement(a: Args) -> Section:
     """Which process gets which device. Bundles are numbered trainer first, then rollout, then evaluation."""
-    ranks, engines = trainer_ranks(a), engine_ranks(a) // a.rollout_num_gpus_per_engine
+    ranks, engines = trainer_ranks(a), plan_engines(a)
     gpus = a.train_device == "cuda"
     unit = "GPU" if gpus else "CPU"
     first = 0 if a.colocate else ranks
@@ -44,15 +46,22 @@ def placement(a: Args) -> Section:
     for rank in range(ranks):
         threads = "" if gpus else f", {a.actor_cpus_per_rank} thread{'s' if a.actor_cpus_per_rank > 1 else ''}"
         processes[f"trainer rank {rank}"] = f"{unit} bundle {rank}{threads}"
-    for index in range(engines):
-        start = first + index * a.rollout_num_gpus_per_engine
-        last = start + a.rollout_num_gpus_per_engine - 1
-        bundles = f"bundle {start}" if start == last else f"bundles {start} to {last}"
-        processes[f"engine {index}"] = f"{unit} {bundles}" + (
-            ", shared with the trainer" if a.colocate and ranks else ""
-        )
-    own = max(ranks, engine_ranks(a)) if a.colocate else ranks + engine_ranks(a)
+    for spec in engines:
+        processes[f"engine {spec.index}"] = _engine_place(a, spec, first, unit)
+    taken = 0 if a.rollout_external else engine_ranks(a)
+    own = max(ranks, taken) if a.colocate else ranks + taken
     return {"needs": f"{own + a.eval_num_gpus} {unit}s", "processes": processes}
+
+
+def _engine_place(a: Args, spec: EngineSpec, first: int, unit: str) -> str:
+    if spec.address is not None:
+        return f"runs already at {spec.address}"
+    start = first + spec.offset
+    last = start + spec.devices - 1
+    bundles = f"bundle {start}" if start == last else f"bundles {start} to {last}"
+    shared = ", shared with the trainer" if a.colocate and trainer_ranks(a) else ""
+    parts = str(spec).partition(", ")[2]
+    return f"{unit} {bundles}{shared}" + (f", {parts}" if parts else "")
 
 
 def batch(a: Args) -> Section:
@@ -126,9 +135,8 @@ def rollout(a: Args) -> Section:
     if a.debug_train_only:
         source = a.load_debug_rollout_data or a.rollout_function_path
         return {"engine": "none", "data": source}
-    count = engine_ranks(a) // a.rollout_num_gpus_per_engine
     return {
-        "engine": f"{count} x {a.rollout_engine}, {a.rollout_num_gpus_per_engine} device(s) each",
+        "engine": _engines(a),
         "concurrency": f"{a.sglang_server_concurrency} requests an engine",
         "sampling": f"temperature {a.rollout_temperature:g}, top-p {a.rollout_top_p:g}, top-k {a.rollout_top_k}",
         "lengths": f"prompt {_limit(a.rollout_max_prompt_len)}, response {_limit(a.rollout_max_response_len)}, "
@@ -136,6 +144,18 @@ def rollout(a: Args) -> Section:
         "reward": a.custom_rm_path or a.rm_type or "named by each prompt's metadata",
         "retries": f"{a.max_sample_retries} a sample; the run stops when more than {a.max_failed_group_ratio:.0%} of groups fail",
     }
+
+
+def _engines(a: Args) -> str:
+    counts = Counter((s.devices, s.kind, s.model) for s in plan_engines(a))
+    if a.rollout_external:
+        return f"{counts.total()} that run already"
+    return "; ".join(
+        f"{count} x {a.rollout_engine}, {devices} device(s) each"
+        + (f", {kind}" if kind != REGULAR else "")
+        + (f", model {model}" if model != "actor" else "")
+        for (devices, kind, model), count in counts.items()
+    )
 
 
 def _limit(tokens: int | None) -> str:

@@ -81,12 +81,19 @@ TOPOLOGY = about(
         lambda a: a.rollout_external,
         Clash("--prefill-num-servers", lambda a: a.prefill_num_servers is not None),
         Clash("--sglang-config", lambda a: a.sglang_config is not None),
+        Clash("--colocate", lambda a: a.colocate),
     ),
     requires(
         "external-engines-have-addresses",
         "--rollout-external",
         lambda a: a.rollout_external,
         Clash("--rollout-external-engine-addrs", lambda a: a.rollout_external_engine_addrs),
+    ),
+    requires(
+        "addresses-are-of-external-engines",
+        "--rollout-external-engine-addrs",
+        lambda a: a.rollout_external_engine_addrs,
+        Clash("--rollout-external", lambda a: a.rollout_external),
     ),
     excludes(
         "one-topology",

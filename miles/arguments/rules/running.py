@@ -115,7 +115,10 @@ DEVICES = (
     Rule(
         "engines-divide",
         lambda a: (
-            _engines_run(a) and bool(a.rollout_num_gpus) and a.rollout_num_gpus % a.rollout_num_gpus_per_engine != 0
+            _engines_run(a)
+            and bool(a.rollout_num_gpus)
+            and a.sglang_config is None
+            and a.rollout_num_gpus % a.rollout_num_gpus_per_engine != 0
         ),
         "--rollout-num-gpus {rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine {rollout_num_gpus_per_engine}",
     ),

@@ -49,7 +49,7 @@ RULES: tuple[Rule | RuleSet, ...] = (
     *megatron_model.RULES,
 )
 
-WARNINGS: tuple[Rule | RuleSet, ...] = (*availability.WARNINGS, *data.WARNINGS)
+WARNINGS: tuple[Rule | RuleSet, ...] = (*availability.WARNINGS, *data.WARNINGS, *sglang.WARNINGS)
 
 
 def check(args: Args) -> None:

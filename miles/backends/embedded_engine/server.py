@@ -25,7 +25,7 @@ from miles.backends.embedded_engine.forward import Model
 from miles.backends.embedded_engine.generate_api import EngineFacts
 from miles.backends.embedded_engine.http_app import Service, create_app
 from miles.backends.embedded_engine.kv_cache import PAGE, page_bytes
-from miles.backends.embedded_engine.model_config import ModelConfig, ModelError, load_model_config
+from miles.backends.embedded_engine.model_config import ARCHITECTURES, ModelConfig, ModelError, load_model_config
 from miles.backends.embedded_engine.scheduler import Scheduler, SchedulerLimits
 from miles.backends.embedded_engine.weight_sync import WeightSync
 from miles.backends.embedded_engine.weights import WeightError, Weights, load_directory
@@ -135,7 +135,7 @@ def build_service(args: argparse.Namespace) -> Service:
     info = {k: v for k, v in vars(args).items() if k not in ("api_key", "admin_api_key")}
     info |= {
         "served_model_name": args.served_model_name or Path(args.model_path).resolve().name,
-        "architectures": [config.architecture],
+        "architectures": [name for name, kind in ARCHITECTURES.items() if kind == config.architecture],
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "engine": "embedded",

@@ -38,7 +38,8 @@ class EngineClient:
     """Calls to one engine server, each with a deadline.
 
     Every call may raise EngineUnreachable, EngineTimeout, EngineRejected (4xx or `success: false`) or EngineFailed (5xx).
-    Control calls carry `admin_key`, which the engine was started with, so that no other run's engine obeys.
+    Control calls carry `admin_key`, which the engine was started with, so that no other run's engine obeys; all others
+    carry `api_key`, which only a server that somebody else runs may want.
 
     Args:
         request_timeout_s: deadline of a generation. control_timeout_s: of every other call that is not given one.
@@ -52,6 +53,7 @@ class EngineClient:
         base_url: str,
         *,
         admin_key: str | None = None,
+        api_key: str | None = None,
         request_timeout_s: float = 600.0,
         control_timeout_s: float = 60.0,
         retries: int = 2,
@@ -64,11 +66,16 @@ class EngineClient:
             vocab_size,
         )
         self.digests = digests
-        self._http = HttpTransport(base_url, admin_key=admin_key, retries=retries)
+        self._bootstrap_port: int | None = None
+        self._http = HttpTransport(base_url, admin_key=admin_key, api_key=api_key, retries=retries)
 
     @property
     def base_url(self) -> str:
         return self._http.base_url
+
+    @property
+    def admin_key(self) -> str | None:
+        return self._http.admin_key
 
     async def close(self) -> None:
         await self._http.close()
@@ -152,6 +159,12 @@ class EngineClient:
 
     async def model_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         return await self._http.call("GET", "/model_info", timeout_s=self._deadline(timeout_s), idempotent=True)
+
+    async def bootstrap_port(self) -> int:
+        """The port where a prefill server meets decode servers; asked once."""
+        if self._bootstrap_port is None:
+            self._bootstrap_port = int((await self.server_info())["disaggregation_bootstrap_port"])
+        return self._bootstrap_port
 
     async def endpoints(self, *, timeout_s: float | None = None) -> frozenset[str]:
         """Paths that the server answers, by its own description (`/openapi.json`)."""

@@ -20,9 +20,9 @@ _RETRY_DELAY_S = 0.1
 class HttpTransport:
     """Keep-alive JSON calls to one base url. Make it anywhere; use and close it in one event loop."""
 
-    def __init__(self, base_url: str, *, admin_key: str | None, retries: int) -> None:
+    def __init__(self, base_url: str, *, admin_key: str | None, api_key: str | None = None, retries: int) -> None:
         self.base_url = base_url.rstrip("/")
-        self._admin_key, self._retries = admin_key, retries
+        self.admin_key, self._api_key, self._retries = admin_key, api_key, retries
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -89,8 +89,8 @@ class HttpTransport:
 
     def headers(self, admin: bool) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
-        if admin and self._admin_key:
-            headers["Authorization"] = f"Bearer {self._admin_key}"
+        if key := self.admin_key if admin else self._api_key:
+            headers["Authorization"] = f"Bearer {key}"
         return headers
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from miles.backends.engine_api.launcher import EngineProcess
+from miles.backends.engine_api.topology import PREFILL
 from miles.backends.sglang_utils.command import server_environment, server_options
 from miles.backends.sglang_utils.installation import Installation, installed
-from miles.utils.process import hold_port, spawn
+from miles.utils.process import hold_port, hold_ports, spawn
 
+_DATA_PARALLEL_PORTS = 8
 _SERVE = Path(__file__).parent / "inside" / "serve.py"
 
 
@@ -35,16 +37,38 @@ def launch(
     installation = installed(getattr(args, "sglang_python", None))
     with contextlib.ExitStack() as held:
         http = held.enter_context(hold_port(getattr(args, "sglang_host", None) or host, port))
-        ranks_meet = held.enter_context(hold_port("127.0.0.1"))
         bound_port = http.getsockname()[1]
         own = _own_options(args, index, model_path, admin_key, weight_version, installation)
-        own |= {"host": http.getsockname()[0], "port": bound_port, "nccl_port": ranks_meet.getsockname()[1]}
-        sockets = (http, ranks_meet)
+        own |= {"host": http.getsockname()[0], "port": bound_port}
+        further, sockets = _further_ports(args, host)
+        own |= further
+        for sock in sockets:
+            held.enter_context(sock)
+        sockets = [http, *sockets]
         command = _command(installation, sockets, server_options(args, installation, own))
-        env = server_environment(args, gpu_ids, own["tp_size"] * (getattr(args, "sglang_pp_size", None) or 1))
+        ranks = own["tp_size"] * (getattr(args, "sglang_pp_size", None) or 1)
+        env = server_environment(args, gpu_ids, ranks // (getattr(args, "sglang_nnodes", None) or 1))
         env["MILES_SGLANG_SCRATCH"] = tempfile.mkdtemp(prefix="miles-sglang-")  # short: sockets' paths have a limit
         process = spawn(command, log_path=log_path, env=env, pass_fds=[s.fileno() for s in sockets])
     return EngineProcess(process, f"http://{host}:{bound_port}", log_path)
+
+
+def _further_ports(args: Any, host: str) -> tuple[dict[str, Any], list[socket.socket]]:
+    """Where the server's ranks meet, and a prefill server with decode servers: options, and sockets that hold the ports."""
+    ranks_meet = hold_port("127.0.0.1")
+    options, held = {"nccl_port": ranks_meet.getsockname()[1]}, [ranks_meet]
+    if getattr(args, "sglang_nnodes", None):  # the first node's actor holds the ports of the meeting
+        options |= {name: getattr(args, f"sglang_{name}") for name in ("nnodes", "node_rank", "dist_init_addr")}
+    elif (getattr(args, "sglang_dp_size", None) or 1) > 1:
+        # Data-parallel ranks talk over ports above this one, which SGLang otherwise derives from the server's own.
+        row = hold_ports("127.0.0.1", _DATA_PARALLEL_PORTS)
+        options["dist_init_addr"] = f"127.0.0.1:{row[0].getsockname()[1]}"
+        held += row
+    if getattr(args, "sglang_disaggregation_mode", None) == PREFILL:
+        meeting = hold_port(host)
+        options["disaggregation_bootstrap_port"] = meeting.getsockname()[1]
+        held.append(meeting)
+    return options, held
 
 
 def _own_options(
@@ -69,6 +93,6 @@ def _own_options(
     return own | {name: True for name, on in switches.items() if on}
 
 
-def _command(installation: Installation, sockets: tuple[socket.socket, ...], options: list[str]) -> list[str]:
+def _command(installation: Installation, sockets: list[socket.socket], options: list[str]) -> list[str]:
     holds = [word for s in sockets for word in ("--hold", str(s.fileno()))]
     return [installation.python, str(_SERVE), *holds, "--", *options]

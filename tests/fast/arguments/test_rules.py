@@ -122,7 +122,10 @@ BROKEN = {
         "--check-weight-update-equal compares engines with the trainer after an update",
     ),
     "sglang-device": ({"rollout_engine": "sglang", "train_device": "cuda"}, "SGLang on GPUs"),
-    "sglang-sizes": ({"rollout_engine": "sglang", "sglang_tp_size": 2}, "--sglang-tp-size 2, which need 2"),
+    "sglang-pipeline-updates": (
+        {"rollout_engine": "sglang", "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2},
+        "--sglang-pp-size above 1",
+    ),
     "sglang-verified-ranks": (
         {"rollout_engine": "sglang", "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2},
         "or --no-verify-weight-update",
@@ -177,6 +180,65 @@ def test_a_rule_alone_is_broken_by_its_own_case(fields, saved):
         given = {k: v for k, v in (fields | changes).items() if v is not None}
         found = rule.problems(make_args(check=False, **given))
         assert found and said in found[0], rule.name
+
+
+# ---- the engines' sizes ------------------------------------------------------------------------------------------------
+
+FOUR = {"rollout_engine": "sglang", "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}
+FINE = {"verify_weight_update": False, "debug_rollout_only": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"sglang_tp_size": 2},
+            "an engine of 4 devices (--rollout-num-gpus-per-engine) cannot have --sglang-tp-size 2",
+        ),
+        ({"sglang_tp_size": 4, "sglang_pp_size": 2}, "--sglang-tp-size 4, --sglang-pp-size 2, which need 8"),
+        ({"sglang_dp_size": 3, "sglang_enable_dp_attention": True}, "--sglang-dp-size 3 does not divide"),
+        ({"sglang_ep_size": 3}, "--sglang-ep-size 3 does not divide the engine's tensor-parallel size 4"),
+        (
+            {"sglang_pp_size": 2, "sglang_ep_size": 4},
+            "--sglang-ep-size 4 does not divide the engine's tensor-parallel size 2",
+        ),
+        ({"sglang_dp_size": 2}, "needs --sglang-enable-dp-attention"),
+        ({"num_gpus_per_node": 3}, "does not fill whole nodes of --num-gpus-per-node 3"),
+        ({"prefill_num_servers": 1}, "needs prefill and decode engines"),
+        ({"sglang_admin_api_key": "k"}, "--sglang-admin-api-key is set for each engine by the run"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(changes, said, problems):
+    found = problems(**(FOUR | FINE | changes))
+    assert any(said in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sglang_tp_size": 4, "sglang_ep_size": 4},
+        {"sglang_pp_size": 2, "sglang_tp_size": 2},
+        {"sglang_dp_size": 4, "sglang_enable_dp_attention": True},
+        {"num_gpus_per_node": 2},
+        {"sglang_speculative_algorithm": "EAGLE", "sglang_speculative_num_steps": 3},
+    ],
+)
+def test_engines_of_every_parallel_kind_are_taken(changes, problems):
+    found = [p for p in problems(**(FOUR | FINE | changes)) if "has no SGLang" not in p]
+    assert found == []
+
+
+def test_what_is_wrong_with_a_topology_comes_with_the_rest(problems, tmp_path):
+    config = tmp_path / "topology.yaml"
+    config.write_text("sglang: [{server_groups: [{num_gpus: 3, worker_type: chef}]}]")
+    found = problems(rollout_engine="sglang", sglang_config=str(config), rollout_temperature=0)
+    assert any("worker_type chef" in p for p in found) and any("nothing to learn" in p for p in found)
+
+
+def test_running_engines_need_no_sglang_here_and_take_their_keys(problems):
+    external = {"rollout_external": True, "rollout_external_engine_addrs": ["h:1", "h:2"], "rollout_num_gpus": None}
+    assert problems(rollout_engine="sglang", sglang_admin_api_key="k", **external) == []
 
 
 # ---- what is fine ------------------------------------------------------------------------------------------------------

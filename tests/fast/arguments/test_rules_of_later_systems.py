@@ -86,6 +86,7 @@ CASES = {
         {"rollout_external_engine_addrs": None},
         "needs --rollout-external-engine-addrs",
     ),
+    "addresses-are-of-external-engines": (EXTERNAL, {"rollout_external": False}, "needs --rollout-external"),
     "one-topology": ({"sglang_config": "/c"}, {"prefill_num_servers": 1}, "--sglang-config does not go together"),
     "dp-engines-share-attention": (
         {"sglang_dp_size": 2, "sglang_enable_dp_attention": True},

@@ -14,6 +14,7 @@ def make(**changes):
         actor_num_gpus_per_node=4,
         rollout_num_gpus=6,
         eval_num_gpus=0,
+        rollout_external=False,
         colocate=False,
         train_device="cuda",
         debug_rollout_only=False,
@@ -30,6 +31,7 @@ def make(**changes):
         ({"debug_train_only": True}, 8, 8),
         ({"debug_rollout_only": True}, 6, 0),
         ({"eval_num_gpus": 2}, 16, 8),
+        ({"rollout_external": True}, 8, 8),
     ],
 )
 def test_demand_follows_the_mode(changes, bundles, offset):

@@ -12,7 +12,8 @@ from miles.backends.sglang_utils.command import (
     unknown_options,
 )
 from miles.backends.sglang_utils.installation import SglangMissing, installed
-from tests.fast.sglang_utils.conftest import flags
+from miles.backends.sglang_utils.launch import launch
+from tests.fast.sglang_utils.conftest import flags, make_installation
 
 OWN = {"model_path": "/m", "port": 30000}
 
@@ -82,6 +83,82 @@ def test_ranks_on_a_cpu_get_a_core_each_and_no_package_of_this_interpreter(monke
     assert "PYTHONPATH" not in env
     on_gpu = server_environment(flags(train_device="cuda"), [2, 3], ranks=2)
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2,3" and "SGLANG_USE_CPU_ENGINE" not in on_gpu
+
+
+# ---- whole command lines ---------------------------------------------------------------------------------------------------
+
+
+class Launched(Exception):
+    """Stands for the start of a server: what it would have been started with."""
+
+
+@pytest.fixture
+def command_of(monkeypatch, tmp_path):
+    """The command line, environment and number of held ports of a launch."""
+    switches = ("enable_memory_saver", "enable_dp_attention", "trust_remote_code", "enable_return_routed_experts")
+    values = [
+        *("nccl_port", "dist_init_addr", "nnodes", "node_rank", "disaggregation_mode", "disaggregation_bootstrap_port"),
+        *("admin_api_key", "weight_version", "random_seed", "pp_size", "dp_size", "ep_size", "mem_fraction_static"),
+        *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+    ]
+    known = {f"--{n.replace('_', '-')}": (n, 0, None) for n in switches}
+    known |= {f"--{n.replace('_', '-')}": (n, 1, None) for n in values}
+    monkeypatch.setattr("miles.backends.sglang_utils.launch.installed", lambda python: make_installation(**known))
+
+    def spawn(command, *, log_path, env, pass_fds):
+        raise Launched(command, env, pass_fds)
+
+    monkeypatch.setattr("miles.backends.sglang_utils.launch.spawn", spawn)
+
+    def launch_of(gpu_ids=None, **fields):
+        with pytest.raises(Launched) as stopped:
+            launch(
+                flags(train_device="cuda", rollout_seed=10, **fields), index=3, host="127.0.0.1", port=0, admin_key="k",
+                model_path="/m", log_path=tmp_path / "log", weight_version=7, gpu_ids=gpu_ids,
+            )  # fmt: skip
+        command, env, fds = stopped.value.args
+        return dict(w.removeprefix("--").partition("=")[::2] for w in command if w.startswith("--")), env, fds
+
+    return launch_of
+
+
+def test_tensor_data_and_expert_parallel_ranks_of_one_node(command_of):
+    found, env, fds = command_of(
+        gpu_ids=[4, 5, 6, 7], rollout_num_gpus_per_engine=4, sglang_dp_size=4, sglang_ep_size=4, sglang_enable_dp_attention=True
+    )  # fmt: skip
+    assert (found["tp-size"], found["dp-size"], found["ep-size"]) == ("4", "4", "4")
+    assert "enable-dp-attention" in found and env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert (found["random-seed"], found["weight-version"], found["admin-api-key"]) == ("13", "7", "k")
+    # Data-parallel ranks talk over ports above this address: they are held like the others.
+    assert found["dist-init-addr"].startswith("127.0.0.1:") and len(fds) == 10
+
+
+def test_pipeline_stages_share_the_engines_devices(command_of):
+    found, _, fds = command_of(rollout_num_gpus_per_engine=8, sglang_pp_size=2)
+    assert (found["tp-size"], found["pp-size"]) == ("4", "2")
+    assert "dist-init-addr" not in found and len(fds) == 2
+
+
+def test_each_node_of_an_engine_is_told_its_rank_and_where_to_meet(command_of):
+    found, _, fds = command_of(
+        rollout_num_gpus_per_engine=16, sglang_nnodes=2, sglang_node_rank=1, sglang_dist_init_addr="10.0.0.1:5000"
+    )
+    assert (found["nnodes"], found["node-rank"], found["dist-init-addr"]) == ("2", "1", "10.0.0.1:5000")
+    assert found["tp-size"] == "16" and len(fds) == 2
+
+
+def test_a_prefill_server_has_a_port_where_decode_servers_find_it(command_of):
+    found, _, fds = command_of(sglang_disaggregation_mode="prefill")
+    assert found["disaggregation-mode"] == "prefill" and int(found["disaggregation-bootstrap-port"]) > 0
+    assert len(fds) == 3
+    found, _, fds = command_of(sglang_disaggregation_mode="decode")
+    assert found["disaggregation-mode"] == "decode" and "disaggregation-bootstrap-port" not in found
+
+
+def test_speculative_decoding_is_the_servers(command_of):
+    given = {"algorithm": "EAGLE", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
+    found, _, _ = command_of(**{f"sglang_speculative_{name}": value for name, value in given.items()})
+    assert {n: found[f"speculative-{n.replace('_', '-')}"] for n in given} == {n: str(v) for n, v in given.items()}
 
 
 # ---- interpreters ------------------------------------------------------------------------------------------------------
