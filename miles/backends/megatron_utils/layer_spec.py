@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from miles.backends.megatron_utils.core_attention import CoreAttention
@@ -43,5 +44,23 @@ def _with_own_modules(spec: TransformerBlockSubmodules, config: Any) -> Transfor
             for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
                 if hasattr(attention, name):
                     setattr(attention, name, norm)
+        layer.submodules.sharded_state_dict_keys_map = _checkpoint_names(layer.submodules, config)
     spec.layer_norm = norm
     return spec
+
+
+def _checkpoint_names(layer: Any, config: Any) -> dict[str, str]:
+    """Transformer Engine's names of the tensors that it fuses, so that checkpoints go from one kind of layers to the other.
+
+    megatron-core has such a table for layers without experts and latent attention only.
+    """
+    names = {}
+    if config.multi_latent_attention:
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+        if config.q_lora_rank is not None:
+            names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+    else:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if layer.mlp.module is MLP:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names

@@ -9,7 +9,15 @@ from safetensors.torch import load_file, save_file
 from miles.backends.megatron_utils.weights.name_map import NameMapError
 from miles.utils.digest import tensor_digest
 from tests.fast.megatron_utils.architectures import make_model
-from tests.fast.megatron_utils.weight_jobs import exported, exported_after, share_read, units, without_rows, written
+from tests.fast.megatron_utils.weight_jobs import (
+    checkpoint_names,
+    exported,
+    exported_after,
+    share_read,
+    units,
+    without_rows,
+    written,
+)
 
 
 def stored(directory):
@@ -164,6 +172,31 @@ def test_a_table_without_rows_for_some_tensors_is_not_used(pair, tmp_path):
         "the model has no use for the checkpoint's lm_head.weight",
     ):
         assert text in str(error.value)
+
+
+OUTSIDE = {"decoder.final_layernorm.weight"}
+TRANSFORMER_ENGINE = {
+    "qwen3_moe_mixed": {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "pre_mlp_layernorm.weight",
+    },
+    "deepseek_v3": {
+        "input_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "pre_mlp_layernorm.weight",
+    },
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
+def test_checkpoints_of_local_layers_have_the_names_of_transformer_engine(pair, tmp_path, name):
+    make_model(tmp_path, name)
+    assert pair.run(checkpoint_names, str(tmp_path))[0] == TRANSFORMER_ENGINE[name] | OUTSIDE
 
 
 def test_another_model_is_loaded_into_the_same_layout_if_it_is_alike(pair, tmp_path):

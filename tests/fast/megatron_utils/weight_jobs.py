@@ -91,6 +91,24 @@ def exported_after(directory: str, layout: Layout, other: str) -> dict[str, str]
     return {name: tensor_digest(tensor) for name, tensor in stream} if exporter.is_source else None
 
 
+def checkpoint_names(directory: str) -> set[str]:
+    """Of a layer's norms in megatron-core's own checkpoints, without the numbers of layers."""
+    chunk = built(directory, {}).chunks[0]
+    return {
+        key.split("layers.")[-1].lstrip("0123456789.")
+        for key in map(_key, _leaves(chunk.sharded_state_dict()))
+        if "norm" in key
+    }
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for value in tree.values() for leaf in _leaves(value)] if isinstance(tree, dict) else [tree]
+
+
+def _key(leaf: Any) -> str:
+    return getattr(leaf, "key", "")
+
+
 def units(directory: str) -> list[list[str]]:
     """Names of the tensors that travel together."""
     from miles.backends.megatron_utils.weights.exporting import WeightExporter
