@@ -11,6 +11,7 @@ from miles.arguments.systems import missing, works
 from miles.backends.engine_api.topology import EngineSpec, TopologyError, engine_args, plan_engines
 from miles.backends.sglang_utils.command import RESERVED, unknown_options
 from miles.backends.sglang_utils.installation import SglangMissing, installed
+from miles.backends.sglang_utils.versions import lacking, untried
 
 
 def _launched(a: Args) -> bool:
@@ -54,15 +55,19 @@ def installation(a: Args) -> Iterator[str]:
         return
     problems = [unknown_options(own, found) for _, own in _engines(a)] or [unknown_options(a, found)]
     yield from dict.fromkeys(itertools.chain.from_iterable(problems))
+    yield from lacking(a, found)
 
 
-def missing_for_a_plan(a: Args) -> Iterator[str]:
-    if not (_launched(a) and a.dry_run):
+def not_known(a: Args) -> Iterator[str]:
+    """A release that nobody tried, and, for a plan, an SGLang that is not there."""
+    if not _launched(a):
         return
     try:
-        installed(a.sglang_python)
+        if (said := untried(installed(a.sglang_python))) is not None:
+            yield said
     except SglangMissing as error:
-        yield f"--sglang-* flags were not compared with what the server takes, which the run itself will do: {error}"
+        if a.dry_run:
+            yield f"--sglang-* flags were not compared with what the server takes, which the run itself will do: {error}"
 
 
 def sizes(a: Args) -> Iterator[str]:
@@ -124,4 +129,4 @@ RULES = (
         ),
     ),
 )
-WARNINGS = (RuleSet("sglang-not-asked", missing_for_a_plan),)
+WARNINGS = (RuleSet("sglang-not-known", not_known),)
