@@ -7,15 +7,17 @@
 #   bash recipes/quickstart.sh [flags of train.py for the RL run; they come last, so they win]
 #
 # MILES_SCRIPT_PYTHON     interpreter with miles installed               (python)
-# MILES_SCRIPT_ASSETS     where model and data are made                  (build/quickstart)
+# MILES_SCRIPT_ASSETS     where model and data are made                  (build/quickstart, or build/quickstart-seed<seed>)
 # MILES_SCRIPT_RUN_NAME   the RL run; its folder is runs/<name>           (quickstart-<time>)
 # MILES_SCRIPT_SEED       seed of the assets, the sampling, the trainer   (0)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python="${MILES_SCRIPT_PYTHON:-python}"
-assets="${MILES_SCRIPT_ASSETS:-build/quickstart}"
 seed="${MILES_SCRIPT_SEED:-0}"
+made=build/quickstart
+[ "$seed" = 0 ] || made="$made-seed$seed"
+assets="${MILES_SCRIPT_ASSETS:-$made}"
 run="${MILES_SCRIPT_RUN_NAME:-quickstart-$(date +%Y%m%d-%H%M%S)}"
 sft_rollouts=150 # 9600 demonstrations, once
 warm_start="$assets/warm-start/$((sft_rollouts - 1))"

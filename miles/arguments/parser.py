@@ -107,9 +107,40 @@ def _short(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+_FLAG_ALIKE = 0.7  # below it, names of flags have little more in common than their words' endings
+
+# What other trainers call it.
+_ELSEWHERE = {
+    "--batch-size": ["--rollout-batch-size", "--global-batch-size"],
+    "--beta": ["--kl-loss-coef"],
+    "--dataset": ["--prompt-data"],
+    "--epochs": ["--num-epoch"],
+    "--learning-rate": ["--lr"],
+    "--max-completion-length": ["--rollout-max-response-len"],
+    "--max-new-tokens": ["--rollout-max-response-len"],
+    "--max-prompt-length": ["--rollout-max-prompt-len"],
+    "--max-steps": ["--num-rollout"],
+    "--max-tokens": ["--rollout-max-response-len"],
+    "--model": ["--hf-checkpoint"],
+    "--model-name-or-path": ["--hf-checkpoint"],
+    "--model-path": ["--hf-checkpoint"],
+    "--num-generations": ["--n-samples-per-prompt"],
+    "--num-train-epochs": ["--num-epoch"],
+    "--output-dir": ["--save"],
+    "--resume": ["--load"],
+    "--resume-from-checkpoint": ["--load"],
+    "--reward-function": ["--custom-rm-path"],
+    "--steps": ["--num-rollout"],
+    "--temperature": ["--rollout-temperature"],
+    "--top-k": ["--rollout-top-k"],
+    "--top-p": ["--rollout-top-p"],
+    "--warmup-steps": ["--lr-warmup-iters"],
+}
+
+
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Known names that `name` may be a misspelling of, best first."""
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    """Known names that `name` may mean: what it is called elsewhere, else of what it may be a misspelling, best first."""
+    return _ELSEWHERE.get(name) or difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -128,7 +159,7 @@ def explain_unknown(parser: FlagParser, argv: Sequence[str]) -> list[str]:
             flag, equals, _ = word.partition("=")
             room = 0 if equals else _room(known[flag]) if flag in known else len(argv)
             if flag not in known:
-                problems.append(f"unknown flag {flag}{did_you_mean(flag, known)}")
+                problems.append(f"unknown flag {flag}{did_you_mean(flag, known, _FLAG_ALIKE)}")
         elif room > 0:
             room -= 1
         elif flag:

@@ -73,7 +73,8 @@ class Cluster:
         connect_ray(demand)
         several = any(spec.devices > 1 for spec in plan_engines(args))
         self.placement = Placement(demand, args.cluster_wait_timeout, ask_for_gpus=several)
-        self.progress.status("starting engines and trainer")
+        parts = ["engines"] * (not args.debug_train_only) + ["trainer"] * (not args.debug_rollout_only)
+        self.progress.status(f"starting {' and '.join(parts)}")
         self.manager = RemoteRolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
         started = asyncio.ensure_future(_future(self.manager.start.remote()))
         if not args.debug_rollout_only:

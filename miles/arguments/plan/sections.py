@@ -8,6 +8,7 @@ from typing import Any
 from miles.arguments.args import ALL_FLAGS, FLAGS, SECRETS, Args
 from miles.arguments.rules.architecture import read_config
 from miles.backends.engine_api.topology import REGULAR, EngineSpec, plan_engines
+from miles.backends.training_utils.checkpoint import resolve_load
 
 Section = dict[str, Any]
 
@@ -21,9 +22,21 @@ def run(a: Args) -> Section:
         "driver": a.driver or "none",
         "model": a.hf_checkpoint,
         "architecture": ", ".join(f"{n} {config[n]}" for n in names if n in config) or "unknown",
-        "rollouts": a.num_rollout if a.num_rollout is not None else f"{a.num_epoch} epochs of the data",
+        "rollouts": rollouts(a),
         "seeds": f"trainer {a.seed}, rollout {a.rollout_seed}",
     }
+
+
+def rollouts(a: Args) -> str:
+    """How many there are, and where a resumed run goes on."""
+    total = f"{a.num_rollout}" if a.num_rollout is not None else f"{a.num_epoch} epochs of the data"
+    found = None if a.debug_rollout_only or a.finetune else resolve_load(a.load, a.ckpt_step)
+    first = a.start_rollout_id if a.start_rollout_id is not None else found[1] + 1 if found else 0
+    if found is None and first == 0:
+        return total
+    if a.num_rollout is not None and first >= a.num_rollout:
+        return f"{total}, all done: raise --num-rollout to go on"
+    return f"{total}, goes on with rollout {first} (the first is 0)"
 
 
 def trainer_ranks(a: Args) -> int:

@@ -84,6 +84,18 @@ def test_a_flag_is_not_completed_from_its_beginning(command, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--learning-rate", "unknown flag --learning-rate (did you mean --lr?)"),
+        ("--num-generations", "unknown flag --num-generations (did you mean --n-samples-per-prompt?)"),
+        ("--banana-split", "unknown flag --banana-split\n"),
+    ],
+)
+def test_names_of_other_trainers_are_known_and_nothing_far_off_is_offered(command, capsys, flag, said):
+    assert said in refused(command(flag, "1"), capsys)
+
+
 def test_a_missing_value_names_the_flag(capsys):
     assert "--lr: expected one argument" in refused(["--lr"], capsys)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
+
 from miles.arguments.plan import build_plan, render_plan, write_plan
 
-from .conftest import write_model
+from .conftest import write_checkpoint, write_model
 
 
 def rendered(plan) -> str:
@@ -28,6 +30,19 @@ def test_colocated_processes_share_bundles(make):
     plan = build_plan(make(colocate=True, rollout_num_gpus=None))
     assert plan["placement"]["needs"] == "2 CPUs"
     assert plan["placement"]["processes"]["engine 0"] == "CPU bundle 0, shared with the trainer"
+
+
+@pytest.mark.parametrize(
+    ("num_rollout", "changes", "said"),
+    [
+        (10, {}, "10, goes on with rollout 4 (the first is 0)"),
+        (4, {}, "4, all done: raise --num-rollout to go on"),
+    ],
+)
+def test_a_resumed_run_says_where_it_goes_on(make, tmp_path, num_rollout, changes, said):
+    write_checkpoint(tmp_path / "ckpt", 3)
+    plan = build_plan(make(load=str(tmp_path / "ckpt"), num_rollout=num_rollout, **changes))
+    assert plan["run"]["rollouts"] == said
 
 
 def test_half_runs_place_only_their_half(make):

@@ -15,7 +15,7 @@ SHELL = sorted((REPO / "scripts").glob("*.sh")) + RECIPES + [REPO / ".ci" / "run
 
 def bash(script: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", "-c", script], cwd=REPO, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", script], cwd=REPO, env=os.environ | env, capture_output=True, text=True, timeout=240, check=False
     )
 
 
