@@ -51,6 +51,8 @@ def describe_model(args: Any, directory: str | Path, platform: Platform, dtype: 
     fields = family.fields(hf) | _flag_fields(args) | _parallel_fields(args) | platform.config_overrides
     if rope.attention_factor != 1.0 and not fields.get("multi_latent_attention"):
         fields["softmax_scale"] = rope.attention_factor**2 / math.sqrt(fields["kv_channels"])
+    if fields.get("multi_latent_attention") and fields["rope_type"] != "yarn":
+        fields["apply_rope_fusion"] = False  # megatron-core fuses YaRN's only
     fields |= {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
