@@ -19,4 +19,7 @@ def has_gpu() -> bool:
 
 
 def has_package(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package inside one that is not there
+        return False

@@ -45,7 +45,7 @@ def _unset(a: Args, **fallbacks: Any) -> dict[str, Any]:
 
 
 def _train_backend(a: Args) -> dict[str, Any]:
-    megatron = a.train_device == "cuda" and works("megatron")
+    megatron = a.train_device == "cuda" and has_package("megatron.core")
     return _unset(a, train_backend="megatron" if megatron else "fsdp")
 
 
@@ -68,7 +68,7 @@ def _attention(a: Args) -> dict[str, Any]:
 
 
 def _compute_type(a: Args) -> dict[str, Any]:
-    if a.train_device == "cuda" and a.train_backend == "fsdp" and not (a.bf16 or a.fp16):
+    if a.train_device == "cuda" and not (a.bf16 or a.fp16):
         return {"bf16": True}
     return {}
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import ray
 
 from miles.backends.engine_api.topology import plan_engines
+from miles.backends.training_utils.checkpoint import CheckpointStore
 from miles.ray.coordinator import RemoteWeightUpdateCoordinator
 from miles.ray.placement import Placement, connect_ray, demand_of
 from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
@@ -288,8 +289,11 @@ class Cluster:
                 state = {"weight_version": version, "tracker": self.tracker.state_dict()}
                 await self.manager.save.remote(rollout_id)
                 await self.trainer.save(rollout_id, state)
-            if args.save_hf:
-                await self.trainer.export_hf(args.save_hf.format(rollout_id=rollout_id))
+            exported = args.save_hf.format(rollout_id=rollout_id) if args.save_hf else None
+            if exported:
+                await self.trainer.export_hf(exported)
+            if args.save and args.custom_megatron_post_save_hook_path:
+                await self.trainer.after_save(rollout_id, str(CheckpointStore(args.save).path(rollout_id)), exported)
         if args.save_trigger_sentinel:
             Path(args.save_trigger_sentinel).unlink(missing_ok=True)
 

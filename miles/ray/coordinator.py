@@ -88,6 +88,7 @@ class WeightUpdateCoordinator:
         The copy alone is used: gathering the model takes every rank, and a train step may be on its way to some of them.
         """
         from miles.weight_update.transaction import run_update
+        from miles.weight_update.updater import merge_reports
 
         async with self._lock:
             if self._current.get(engine.index) == engine.incarnation:
@@ -96,7 +97,8 @@ class WeightUpdateCoordinator:
                 return CatchUp.MUST_WAIT
 
             async def transfer() -> TransferReport:
-                return await self.trainers[0].resend_weights.remote(self.version, [engine])
+                resent = [trainer.resend_weights.remote(self.version, [engine]) for trainer in self.trainers]
+                return merge_reports([report for report in await asyncio.gather(*resent) if report is not None])
 
             outcome = await run_update(self.args, self.version, [engine], transfer)
             if outcome.succeeded:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from miles.weight_update.types import EngineEndpoint, TransferReport
 
 
-BACKENDS = {"fsdp": "miles.backends.fsdp_utils.backend.FSDPBackend"}
+BACKENDS = {
+    "fsdp": "miles.backends.fsdp_utils.backend.FSDPBackend",
+    "megatron": "miles.backends.megatron_utils.backend.MegatronBackend",
+}
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,10 @@ class TrainActor:
 
     def export_hf(self, directory: str) -> None:
         self.backend.export_hf(Path(directory))
+
+    def after_save(self, rollout_id: int, checkpoint: str, exported: str | None) -> None:
+        """Run `--custom-megatron-post-save-hook-path` on what `save` and `export_hf` wrote."""
+        load_function(self.args.custom_megatron_post_save_hook_path)(self.args, rollout_id, checkpoint, exported)
 
 
 _OPTIONS: Any = {"max_restarts": 0, "concurrency_groups": {"weights": 1, "watch": 1}}

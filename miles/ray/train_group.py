@@ -63,6 +63,9 @@ class TrainGroup:
     async def export_hf(self, directory: str) -> None:
         await self._all("export_hf", directory)
 
+    async def after_save(self, rollout_id: int, checkpoint: str, exported: str | None) -> None:
+        await self._all("after_save", rollout_id, checkpoint, exported)
+
     async def _all(self, method: str, *args: Any) -> list[Any]:
         tasks = [
             asyncio.ensure_future(self._call(rank, method, getattr(actor, method).remote(*args)))

@@ -66,17 +66,20 @@ class WeightUpdater:
         transfer_s = time.monotonic() - started - sending.gather_s
         return self._report(version, sending, transfer_s)
 
-    def resend(self, version: int, engines: list[EngineEndpoint]) -> TransferReport:
+    def resend(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
         """Send the weights of `version` again, from the copy that the last transfer kept (`--keep-published-weights`).
 
-        Only for the one source rank, and not collective: it may run in a second thread beside a training step.
+        Not collective: each source rank sends its own, and it may run in a second thread beside a training step. Returns
+        the report of a source rank's part, None on other ranks.
         """
+        if not self.backend.is_weight_source:
+            return None
         started = time.monotonic()
         if self._published is None or self._published[0] != version:
             held = "none" if self._published is None else f"version {self._published[0]}"
             raise WeightTransferError(f"no copy of version {version} is kept here (there is {held})", frozenset())
         _, buckets, manifest, served = self._published
-        transport = load_transport(self.args)
+        transport = self._new_transport()
         try:
             transport.connect(engines)
             for bucket in buckets:
@@ -99,10 +102,13 @@ class WeightUpdater:
     @property
     def transport(self) -> WeightTransport:
         if self._transport is None:
-            sources = self._sources or [0]
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self._transport = load_transport(self.args, sources.index(rank) if rank in sources else 0, len(sources))
+            self._transport = self._new_transport()
         return self._transport
+
+    def _new_transport(self) -> WeightTransport:
+        sources = self._sources or [0]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return load_transport(self.args, sources.index(rank) if rank in sources else 0, len(sources))
 
     def _is_source(self) -> bool:
         """Collective the first time: learns which ranks send."""
@@ -179,11 +185,11 @@ class WeightUpdater:
         if len(self._sources) == 1:
             return mine if self.backend.is_weight_source else None
         reports = [report for report in _gather(mine if self.backend.is_weight_source else None) if report is not None]
-        return _merge(reports) if dist.get_rank() == self._sources[0] else None
+        return merge_reports(reports) if dist.get_rank() == self._sources[0] else None
 
 
-def _merge(reports: list[TransferReport]) -> TransferReport:
-    """Pipeline stages send disjoint tensors at the same time: sizes add up, times overlap."""
+def merge_reports(reports: list[TransferReport]) -> TransferReport:
+    """The whole of what several sources sent. Pipeline stages send disjoint tensors at the same time: sizes add up, times overlap."""
     manifest: Manifest = {}
     for report in reports:
         manifest |= report.manifest

@@ -45,8 +45,9 @@ def _worker(rank: int, size: int, store_path: str, backend: str, connection: Con
 class World:
     """`size` ranks, of gloo or another torch.distributed backend. `run` returns what each rank returned, or raises what the first failing one raised."""
 
-    def __init__(self, size: int, *, timeout_s: float = 120.0, backend: str = "gloo") -> None:
-        self.size, self.timeout_s, self.backend = size, timeout_s, backend
+    def __init__(self, size: int, *, timeout_s: float = 120.0, backend: str = "gloo", may_fork: bool = False) -> None:
+        """`may_fork`: whether ranks start processes of their own, as megatron-core does to write a checkpoint."""
+        self.size, self.timeout_s, self.backend, self.may_fork = size, timeout_s, backend, may_fork
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -56,7 +57,8 @@ class World:
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, self.size, store, self.backend, theirs), daemon=True)
+            arguments = (rank, self.size, store, self.backend, theirs)
+            process = context.Process(target=_worker, args=arguments, daemon=not self.may_fork)
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -16,7 +16,7 @@ class ModelArgs:
         None,
         "Family that selects weight converters. Unset: the config's model class.",
         owner="megatron",
-        system="megatron",
+        system="megatron-tuning",
     )
     trust_remote_code: bool = flag(False, "Run Python code that the model directory contains.")
     ref_load: str | None = flag(
@@ -27,7 +27,11 @@ class ModelArgs:
         lenient=True,
     )
     ref_ckpt_step: int | None = flag(
-        None, "Iteration of --ref-load to read.", ge=0, system="megatron", owner="megatron"
+        None,
+        "Iteration of --ref-load to read.",
+        ge=0,
+        owner="megatron",
+        system="megatron-tuning",
     )
     load: str | None = flag(
         None,
@@ -43,8 +47,8 @@ class ModelArgs:
         None,
         "Of older checkpoints keep only those whose iteration is a multiple of this.",
         ge=1,
-        system="megatron",
         owner="save",
+        system="megatron-tuning",
     )
     async_save: bool = flag(False, "Write checkpoints in the background.", system="async-save", owner="save")
     no_save_optim: bool = flag(False, "Leave optimizer state out of checkpoints.", owner="save")

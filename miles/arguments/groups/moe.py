@@ -33,13 +33,15 @@ class MoeArgs:
     moe_z_loss_coeff: float | None = flag(None, "Weight of the router's z-loss.", neutral=(0.0,))
     moe_router_bias_update_rate: float = flag(1e-3, "Step of the balancing bias.", neutral=(0.0,))
     freeze_e_score_correction_bias: bool = flag(False, "Do not move the balancing bias.")
-    moe_router_freeze_gate: bool = flag(False, "Do not train the router.")
+    moe_router_freeze_gate: bool = flag(False, "Do not train the router.", system="megatron-tuning")
     moe_router_dtype: str | None = flag(None, "Type of the router's computation.", choices=("fp32", "fp64"))
     moe_token_dispatcher_type: str = flag(
         "allgather", "How tokens reach experts.", choices=("allgather", "alltoall", "flex")
     )
-    moe_enable_deepep: bool = flag(False, "Dispatch with DeepEP.")
-    moe_flex_dispatcher_backend: str = flag("deepep", "Kernels of the flex dispatcher.", choices=("deepep", "hybridep"))
+    moe_enable_deepep: bool = flag(False, "Dispatch with DeepEP.", system="megatron-tuning")
+    moe_flex_dispatcher_backend: str = flag(
+        "deepep", "Kernels of the flex dispatcher.", choices=("deepep", "hybridep"), system="megatron-tuning"
+    )
     moe_grouped_gemm: bool = flag(False, "One kernel for all experts of a rank.")
     moe_permute_fusion: bool = flag(False, "Fuse the permutation of tokens.")
     moe_token_drop_policy: str = flag("probs", "Which tokens a full expert drops.", choices=("probs", "position"))
@@ -47,4 +49,6 @@ class MoeArgs:
     moe_shared_expert_overlap: bool = flag(False, "Overlap shared experts with dispatch.")
     moe_input_jitter_eps: float | None = flag(None, "Noise on the router's input.", neutral=(0.0,))
     moe_router_force_load_balancing: bool = flag(False, "Route at random, for benchmarks.")
-    moe_router_force_biased: float | None = flag(None, "Add noise to router logits, for tests.", neutral=(0.0,))
+    moe_router_force_biased: float | None = flag(
+        None, "Add noise to router logits, for tests.", neutral=(0.0,), system="megatron-tuning"
+    )

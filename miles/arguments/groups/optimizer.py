@@ -11,7 +11,7 @@ class OptimizerArgs:
         "adam",
         "Optimizer. adam is AdamW.",
         choices=("adam", "sgd", "muon"),
-        later={"sgd": "megatron", "muon": "megatron"},
+        later={"muon": "muon"},
     )
     lr: float = flag(1e-6, "Peak learning rate.", ge=0)
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", ge=0)
@@ -45,13 +45,19 @@ class OptimizerArgs:
 @group("Optimizer, Megatron only", owner="megatron", system="megatron")
 class MegatronOptimizerArgs:
     use_distributed_optimizer: bool = flag(False, "Shard optimizer state over data-parallel ranks.")
-    optimizer_cpu_offload: bool = flag(False, "Run the optimizer on the host.")
-    optimizer_offload_fraction: float = flag(1.0, "Share of the state on the host.", ge=0, le=1)
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "Overlap host steps with copies.")
-    use_precision_aware_optimizer: bool = flag(False, "Choose the types of main weights, gradients and moments.")
-    offload_optimizer_states: bool = flag(False, "Move optimizer state to the host between steps.")
+    optimizer_cpu_offload: bool = flag(False, "Run the optimizer on the host.", system="megatron-offload")
+    optimizer_offload_fraction: float = flag(
+        1.0, "Share of the state on the host.", ge=0, le=1, system="megatron-offload"
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "Overlap host steps with copies.", system="megatron-offload")
+    use_precision_aware_optimizer: bool = flag(
+        False, "Choose the types of main weights, gradients and moments.", system="megatron-offload"
+    )
+    offload_optimizer_states: bool = flag(
+        False, "Move optimizer state to the host between steps.", system="megatron-offload"
+    )
     overlap_grad_reduce: bool = flag(False, "Overlap gradient reduction with backward.")
-    overlap_param_gather: bool = flag(False, "Overlap parameter gathering with forward.")
+    overlap_param_gather: bool = flag(False, "Overlap parameter gathering with forward.", system="megatron-tuning")
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce gradients in fp32.")
     gradient_accumulation_fusion: bool = flag(
         True, "Do not fuse gradient accumulation into matrix products.", off="--no-gradient-accumulation-fusion"

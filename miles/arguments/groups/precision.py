@@ -8,7 +8,7 @@ from miles.arguments.flag import flag, group
 @group("Precision")
 class PrecisionArgs:
     bf16: bool = flag(
-        False, "Compute in bfloat16. FSDP on a GPU does so unless --fp16; on a CPU the default is float32."
+        False, "Compute in bfloat16. The default on a GPU, unless --fp16; on a CPU the default is float32."
     )
     fp16: bool = flag(False, "Compute in float16.")
 
@@ -18,19 +18,25 @@ class MegatronPrecisionArgs:
     transformer_impl: str = flag(
         "transformer_engine", "Layer implementation.", choices=("local", "transformer_engine", "inference_optimized")
     )
-    fp8_format: str | None = flag(None, "Train in FP8.", choices=("e4m3", "hybrid"))
+    fp8_format: str | None = flag(None, "Train in FP8.", choices=("e4m3", "hybrid"), system="megatron-formats")
     fp8_recipe: str = flag(
-        "delayed", "Scaling of FP8.", choices=("delayed", "tensorwise", "blockwise", "mxfp8", "custom")
+        "delayed",
+        "Scaling of FP8.",
+        choices=("delayed", "tensorwise", "blockwise", "mxfp8", "custom"),
+        system="megatron-formats",
     )
-    fp8_param_gather: bool = flag(False, "Gather parameters in FP8.")
-    fp4_format: str | None = flag(None, "Train in FP4.", choices=("e2m1",))
-    fp4_recipe: str = flag("nvfp4", "Scaling of FP4.", choices=("nvfp4", "custom"))
+    fp8_param_gather: bool = flag(False, "Gather parameters in FP8.", system="megatron-formats")
+    fp4_format: str | None = flag(None, "Train in FP4.", choices=("e2m1",), system="megatron-formats")
+    fp4_recipe: str = flag("nvfp4", "Scaling of FP4.", choices=("nvfp4", "custom"), system="megatron-formats")
     te_precision_config_file: list[str] | None = flag(
-        None, "Precision of single tensors, for Transformer Engine.", metavar="FILE"
+        None,
+        "Precision of single tensors, for Transformer Engine.",
+        metavar="FILE",
+        system="megatron-formats",
     )
-    first_last_layers_bf16: bool = flag(False, "Keep the first and last layers in bfloat16.")
-    num_layers_at_start_in_bf16: int = flag(1, "How many at the start.", ge=0)
-    num_layers_at_end_in_bf16: int = flag(1, "How many at the end.", ge=0)
+    first_last_layers_bf16: bool = flag(False, "Keep the first and last layers in bfloat16.", system="megatron-formats")
+    num_layers_at_start_in_bf16: int = flag(1, "How many at the start.", ge=0, system="megatron-formats")
+    num_layers_at_end_in_bf16: int = flag(1, "How many at the end.", ge=0, system="megatron-formats")
     attention_softmax_in_fp32: bool = flag(False, "Attention probabilities in fp32.")
     apply_query_key_layer_scaling: bool = flag(False, "Scale attention scores by the layer's number.")
     masked_softmax_fusion: bool = flag(True, "Do not fuse mask and softmax.", off="--no-masked-softmax-fusion")
@@ -39,8 +45,8 @@ class MegatronPrecisionArgs:
     apply_rope_fusion: bool = flag(True, "Do not fuse rotary embeddings.", off="--no-rope-fusion")
     attention_backend: str = flag("auto", "Attention kernels.", choices=("auto", "flash", "fused", "unfused", "local"))
     use_cpu_initialization: bool = flag(False, "Create weights on the host.")
-    enable_experimental: bool = flag(False, "Allow megatron-core's experimental features.")
-    manual_gc: bool = flag(False, "Collect garbage at chosen points only.")
+    enable_experimental: bool = flag(False, "Allow megatron-core's experimental features.", system="megatron-tuning")
+    manual_gc: bool = flag(False, "Collect garbage at chosen points only.", system="megatron-tuning")
 
 
 @group("Recomputation, Megatron only", owner="megatron", system="megatron")

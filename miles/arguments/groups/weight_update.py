@@ -36,7 +36,10 @@ class WeightUpdateArgs:
         None, "Substrings of tensor names whose difference is reported but not an error.", owner="check-weight-update"
     )
     check_weight_update_allow_quant_error: bool = flag(
-        False, "Allow one unit in the last place on quantised tensors.", owner="check-weight-update", system="megatron"
+        False,
+        "Allow one unit in the last place on quantised tensors.",
+        owner="check-weight-update",
+        system="megatron-formats",
     )
 
 

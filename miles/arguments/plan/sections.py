@@ -125,10 +125,20 @@ def _layout(a: Args, world: int) -> str:
         "tensor": a.tensor_model_parallel_size,
         "pipeline": a.pipeline_model_parallel_size,
         "context": a.context_parallel_size,
-        "expert": a.expert_model_parallel_size,
     }
     model = a.tensor_model_parallel_size * a.pipeline_model_parallel_size * a.context_parallel_size
-    return ", ".join(f"{name} {size}" for name, size in sizes.items()) + f", data {world // model}"
+    parts = [f"{name} {size}" for name, size in sizes.items()]
+    if a.sequence_parallel and a.tensor_model_parallel_size > 1:
+        parts[0] += " with sequence parallelism"
+    if virtual := a.num_virtual_stages_per_pipeline_rank or a.num_layers_per_virtual_pipeline_stage:
+        unit = "virtual stages a rank" if a.num_virtual_stages_per_pipeline_rank else "layers a virtual stage"
+        parts[1] += f" ({virtual} {unit})"
+    parts.append(f"data {world // model}" + (" with a distributed optimizer" if a.use_distributed_optimizer else ""))
+    if a.expert_model_parallel_size > 1:
+        parts.append(f"experts over {a.expert_model_parallel_size}, each cut into {a.expert_tensor_parallel_size}")
+    if a.recompute_granularity:
+        parts.append(f"{a.recompute_granularity} recomputation")
+    return ", ".join(parts)
 
 
 def _loss(a: Args) -> str:

@@ -105,7 +105,7 @@ def _check_model(args: Args, checkpoint: Path) -> None:
     from miles.backends.training_utils.model_identity import check_before_loading
 
     config = Path(args.hf_checkpoint or "") / "config.json"
-    if args.train_backend == "fsdp" and args.hf_checkpoint and config.is_file():  # else another rule reports it
+    if args.hf_checkpoint and config.is_file():  # else another rule reports it
         check_before_loading(checkpoint, args.hf_checkpoint)
 
 

@@ -13,21 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from miles.backends.fsdp_utils.export import iter_hf_tensors, names_unlike_checkpoint
 from miles.backends.fsdp_utils.loading import LoadedPolicy, ShardingOptions, load_policy, reshard
-from miles.backends.fsdp_utils.optimizer import build_optimizer, build_schedule
+from miles.backends.fsdp_utils.optimizer import build_optimizer
 from miles.backends.fsdp_utils.scorer import score_micro_batch
-from miles.backends.fsdp_utils.state import TrainState, load_state, save_state, seed_generators
+from miles.backends.fsdp_utils.state import TrainState, load_state, save_state
 from miles.backends.fsdp_utils.train_step import StepRunner
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
 from miles.backends.training_utils.backend import TrainBackend, TrainParallelConfig, TrainShard
 from miles.backends.training_utils.checkpoint import resolve_load
 from miles.backends.training_utils.hf_directory import write_hf_directory
+from miles.backends.training_utils.lr_schedule import build_schedule
 from miles.backends.training_utils.model_dir import check_model_dir
+from miles.backends.training_utils.rng import seed_generators
+from miles.backends.training_utils.rollout_dtype import rollout_dtype
 from miles.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16, "float": torch.float32}
 
 
 class FSDPBackend(TrainBackend):
@@ -143,7 +143,7 @@ class FSDPBackend(TrainBackend):
         return self.rank == 0
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        wanted = _rollout_dtype(self.args)
+        wanted = rollout_dtype(self.args)
         kept = self.actor.checkpoint_dtypes
         with torch.no_grad():
             yield from iter_hf_tensors(self.actor, lambda name: wanted or kept[name], keep=self.is_weight_source)
@@ -214,18 +214,6 @@ def _attention(args: Any, device: torch.device) -> str:
     if device.type == "cpu" and wanted.startswith("flash"):
         raise ValueError(f"--attn-implementation {wanted} needs a GPU: use sdpa or eager on a CPU")
     return wanted
-
-
-def _rollout_dtype(args: Any) -> torch.dtype | None:
-    """The dtype that engines serve in, where a flag says so; None for the checkpoint's own, which is what they load."""
-    flags = (
-        ("embedded_dtype", "sglang_dtype") if getattr(args, "rollout_engine", None) != "sglang" else ("sglang_dtype",)
-    )
-    for flag in flags:
-        name = getattr(args, flag, None)
-        if name and name != "auto":
-            return _DTYPES[name]
-    return None
 
 
 def _resolve(args: Any) -> Any:

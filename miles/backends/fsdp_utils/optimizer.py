@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from miles.backends.training_utils.lr_schedule import LRSchedule, ScheduleConfig
-
 
 def build_optimizer(args: Any, params: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     """AdamW with the public flags; `LRSchedule` sets its learning rate and weight decay."""
@@ -24,33 +22,6 @@ def build_optimizer(args: Any, params: Sequence[nn.Parameter]) -> torch.optim.Ad
         weight_decay=float(getattr(args, "weight_decay", None) or 0.0),
         fused=True,
     )
-
-
-def build_schedule(args: Any, optimizer: torch.optim.Optimizer) -> LRSchedule:
-    """The schedule over all optimizer steps of the run.
-
-    Raises: ValueError where it needs the run's length and the flags do not say it.
-    """
-    steps = _train_steps(args)
-    style = getattr(args, "lr_decay_style", None) or "constant"
-    if steps is None and style != "constant" and not getattr(args, "lr_decay_iters", None):
-        raise ValueError(
-            f"--lr-decay-style {style} decays over the whole run, and --num-epoch leaves its length to the data: set "
-            "--lr-decay-iters, or --num-rollout"
-        )
-    return LRSchedule(optimizer, ScheduleConfig.from_args(args, steps or 1))
-
-
-def _train_steps(args: Any) -> int | None:
-    """Optimizer steps of the whole run; None where its length comes from the data."""
-    rollouts = getattr(args, "num_rollout", None)
-    if rollouts is None:
-        return None
-    per_rollout = getattr(args, "num_steps_per_rollout", None)
-    if not per_rollout:
-        samples = args.rollout_batch_size * args.n_samples_per_prompt
-        per_rollout = max(samples // (getattr(args, "global_batch_size", None) or samples), 1)
-    return int(rollouts) * int(per_rollout)
 
 
 def clip_gradients(params: Sequence[nn.Parameter], max_norm: float, shard_group: dist.ProcessGroup) -> float:

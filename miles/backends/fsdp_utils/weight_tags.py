@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, reshard
-
-Shards = dict[str, torch.Tensor]
+from miles.backends.training_utils.actor_history import ActorHistory, Shards
 
 
 class WeightCopies:
@@ -20,21 +19,16 @@ class WeightCopies:
     def __init__(self, args: Any, actor: LoadedPolicy, ref: LoadedPolicy | None) -> None:
         self.actor, self.ref = actor, ref
         self.ref_interval = getattr(args, "ref_update_interval", None)
-        self.keep_old = bool(getattr(args, "keep_old_actor", False))
-        # train_async.py starts the next rollout before it trains on this one and publishes the result.
-        self.overlaps = getattr(args, "driver", None) == "train_async.py"
-        self._published: Shards | None = None
-        self._makes_next: Shards | None = None
-        self._old_actor: Shards | None = None
+        self.history = ActorHistory(args, lambda: take_shards(actor))
 
     @contextlib.contextmanager
     def weights(self, tag: str) -> Iterator[LoadedPolicy]:
         """The model with the weights of `tag`: `actor`, `ref` or `old_actor`. Collective."""
-        if tag == "actor" or (tag == "old_actor" and self._old_actor is None):
+        if tag == "actor" or (tag == "old_actor" and self.history.old_actor is None):
             yield self.actor
-        elif tag == "old_actor" and self._old_actor is not None:
+        elif tag == "old_actor" and self.history.old_actor is not None:
             own = take_shards(self.actor)
-            put_shards(self.actor, self._old_actor)
+            put_shards(self.actor, self.history.old_actor)
             try:
                 yield self.actor
             finally:
@@ -48,13 +42,11 @@ class WeightCopies:
 
     def published(self) -> None:
         """The engines got the actor's weights."""
-        if self.keep_old:
-            self._published = take_shards(self.actor)
+        self.history.published()
 
     def before_rollout(self) -> None:
         """A batch is about to train: `old_actor` becomes the weights that made it."""
-        made_this = self._makes_next if self.overlaps and self._makes_next is not None else self._published
-        self._old_actor, self._makes_next = made_this, self._published
+        self.history.before_rollout()
 
     def after_rollout(self, rollout_id: int) -> None:
         """Move the reference to the actor every `--ref-update-interval` rollouts."""

@@ -179,3 +179,30 @@ class LRSchedule:
             self.config = saved
         self.num_steps = int(state["num_steps"])
         self._apply()
+
+
+def build_schedule(args: Any, optimizer: Any) -> LRSchedule:
+    """The schedule over all optimizer steps of the run.
+
+    Raises: ValueError where it needs the run's length and the flags do not say it.
+    """
+    steps = _train_steps(args)
+    style = getattr(args, "lr_decay_style", None) or "constant"
+    if steps is None and style != "constant" and not getattr(args, "lr_decay_iters", None):
+        raise ValueError(
+            f"--lr-decay-style {style} decays over the whole run, and --num-epoch leaves its length to the data: set "
+            "--lr-decay-iters, or --num-rollout"
+        )
+    return LRSchedule(optimizer, ScheduleConfig.from_args(args, steps or 1))
+
+
+def _train_steps(args: Any) -> int | None:
+    """Optimizer steps of the whole run; None where its length comes from the data."""
+    rollouts = getattr(args, "num_rollout", None)
+    if rollouts is None:
+        return None
+    per_rollout = getattr(args, "num_steps_per_rollout", None)
+    if not per_rollout:
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        per_rollout = max(samples // (getattr(args, "global_batch_size", None) or samples), 1)
+    return int(rollouts) * int(per_rollout)

@@ -30,14 +30,13 @@ def test_a_value_that_asks_for_nothing_is_accepted(changes, problems):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"train_backend": "megatron"}, "--train-backend megatron belongs to the Megatron trainer"),
         ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo belongs to PPO with a critic"),
         ({"update_weight_transfer_mode": "p2p"}, "--update-weight-transfer-mode p2p belongs to the p2p"),
         ({"use_fault_tolerance": True, "ft_components": ["rollout", "train"]}, "--ft-components train belongs to"),
         ({"router_policy": "random"}, "--router-policy random belongs to SGLang's router"),
-        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 belongs to the Megatron trainer"),
+        ({"optimizer": "muon"}, "--optimizer muon belongs to the Muon optimizer"),
         ({"offload": True}, "--offload belongs to memory offload"),
-        ({"apply_rope_fusion": False}, "--no-rope-fusion belongs to the Megatron trainer"),
+        ({"fp8_format": "e4m3"}, "--fp8-format e4m3 belongs to FP8, FP4 and other number formats"),
     ],
 )
 def test_single_values_of_unbuilt_systems(changes, said, problems):

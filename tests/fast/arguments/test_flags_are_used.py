@@ -20,6 +20,7 @@ CHECKED_ONLY = {
     "distributed_backend": "one working value",
     "fsdp_cpu_backend": "one working value",
     "ft_components": "one working value",
+    "megatron_to_hf_mode": "one working value",
     "num_gpus_per_node": "of SGLang engines",
     "object_store_backend": "one working value",
     "rollout_submission_granularity": "one working value",

@@ -31,12 +31,19 @@ def test_a_cpu_host(cpu):
 
 def test_a_gpu_host_takes_what_is_built(gpu):
     args = derive()
-    assert (args.train_device, args.train_backend, args.rollout_engine) == ("cuda", "fsdp", "embedded")
+    assert (args.train_device, args.train_backend, args.rollout_engine) == ("cuda", "megatron", "embedded")
+    assert args.bf16
+    args = derive(train_backend="fsdp")
     assert (args.attn_implementation, args.bf16) == ("flash_attention_2", True)
 
 
+def test_a_gpu_host_without_megatron_core_trains_with_fsdp(gpu, monkeypatch):
+    monkeypatch.setattr("miles.arguments.resolve.has_package", lambda name: name != "megatron.core")
+    assert derive().train_backend == "fsdp"
+
+
 def test_a_gpu_host_once_everything_is_built(gpu, monkeypatch):
-    for name in ("megatron", "sglang-gpu", "offload"):
+    for name in ("sglang-gpu", "offload"):
         monkeypatch.setitem(systems.SYSTEMS, name, (name, True))
     args = derive(colocate=True)
     assert (args.train_backend, args.rollout_engine) == ("megatron", "sglang")
