@@ -4,6 +4,7 @@
 #   bash scripts/test.sh [pytest options, e.g. -x -k resume]
 #
 # MILES_SCRIPT_VENV=... picks the virtual environment (.venv; made if it is not there).
+# MILES_SCRIPT_TEST_WORKERS=... processes for the fast tests (2); files are never split between them.
 # MILES_SCRIPT_TEST_SGLANG=1 installs real SGLang too (.venv-sglang) and runs its quick tests: one server, no whole run.
 # Without it they are left out here, and run by scripts/nightly.sh.
 set -euo pipefail
@@ -19,7 +20,7 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-python -m pytest -q tests/fast "$@"
+python -m pytest -q tests/fast -n "${MILES_SCRIPT_TEST_WORKERS:-2}" --dist loadfile "$@"
 if [ -n "${MILES_SCRIPT_TEST_SGLANG:-}" ]; then
     bash scripts/install_sglang_cpu.sh
     python -m pytest -q tests/e2e/sglang/test_parity.py tests/e2e/sglang/test_control.py "$@"
