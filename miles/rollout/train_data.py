@@ -32,6 +32,10 @@ def check_token_contract(samples: Sequence[Sample]) -> None:
     Raises: TrainDataError that names all samples that are refused.
     """
     problems = []
+    # Values are looked at all together; sample by sample only where that finds something.
+    tokens_sound = _are_token_ids([sample.tokens for sample in samples])
+    masks_sound = _are_masks([sample.loss_mask for sample in samples if sample.loss_mask is not None])
+    scores_sound = _are_finite([s.rollout_log_probs for s in samples if s.rollout_log_probs is not None])
     for sample in samples:
         try:
             sample.validate()
@@ -43,17 +47,28 @@ def check_token_contract(samples: Sequence[Sample]) -> None:
             problems.append(f"{where}: no response tokens")
         elif sample.response_length == len(sample.tokens):
             problems.append(f"{where}: no prompt tokens, so its first response token cannot be scored")
-        if not _are_token_ids(np.asarray(sample.tokens)):
+        if not tokens_sound and not _are_token_ids([sample.tokens]):
             problems.append(f"{where}: tokens are not all token ids")
-        if sample.loss_mask is not None and not np.isin(sample.loss_mask, (0, 1)).all():
+        if not masks_sound and sample.loss_mask is not None and not _are_masks([sample.loss_mask]):
             problems.append(f"{where}: loss_mask has values other than 0 and 1")
-        if sample.rollout_log_probs is not None and not np.isfinite(_f32(sample.rollout_log_probs)).all():
+        if not scores_sound and sample.rollout_log_probs is not None and not _are_finite([sample.rollout_log_probs]):
             problems.append(f"{where}: rollout_log_probs has values that are not finite")
     _raise_if_any(problems)
 
 
-def _are_token_ids(tokens: np.ndarray) -> bool:
-    return tokens.dtype.kind in "iu" and int(tokens.min()) >= 0 and int(tokens.max()) < 2**31
+def _are_token_ids(sequences: Sequence[Any]) -> bool:
+    # A sequence without tokens has another problem, which `validate` and the lengths tell.
+    ids = np.concatenate([np.asarray(sequence) for sequence in sequences if len(sequence)] or [np.zeros(1, np.int32)])
+    return ids.dtype.kind in "iu" and int(ids.min()) >= 0 and int(ids.max()) < 2**31
+
+
+def _are_masks(sequences: Sequence[Any]) -> bool:
+    values = np.concatenate([np.asarray(sequence) for sequence in sequences] or [np.zeros(0)])
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _are_finite(sequences: Sequence[Any]) -> bool:
+    return bool(np.isfinite(np.concatenate([_f32(sequence) for sequence in sequences] or [np.zeros(0)])).all())
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.backends.training_utils.ragged import pack, unpack
+
 if TYPE_CHECKING:  # the driver uses these types without needing torch
     import torch
 
@@ -51,6 +53,12 @@ class TrainShard:
     columns: TrainData
     steps: list[StepPlan]
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"columns": pack(self.columns)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"columns": unpack(state["columns"])})
 
 
 class TrainBackend(ABC):
