@@ -201,7 +201,8 @@ class Scheduler:
             end = min(request.length, request.kv_len + budget)
             budget -= end - request.kv_len
             spans.append((request, Span(request.kv_len, end, request.pages)))
-        self._decode_next = budget == 0
+        # Prompts that need several steps must not hold up those that decode; but a step for few costs as much as for many.
+        self._decode_next = budget == 0 and len(self.running) >= len(self.prefilling) + len(self.waiting)
         total = sum(s.end - s.start for _, s in spans)
         padding = _padded_rows(total) - total
         plan = build_extend_plan(self.pool, self.bank, [s for _, s in spans], padding, self._prefill_space)
