@@ -13,6 +13,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+logger = logging.getLogger(__name__)
+_START_ATTEMPTS = 3
+_TOO_SLOW = "timed out during startup"
+
 
 class PlacementError(RuntimeError):
     """The cluster does not have what the run needs."""
@@ -68,8 +72,17 @@ def connect_ray(demand: Demand) -> None:
         return
     # CPUs are logical here: without GPUs every rank takes one, and a laptop may have fewer than ranks.
     cpus = max(demand.bundles + 4, os.cpu_count() or 1)
-    # "local": a cluster that somebody else has started on this host is not joined by chance.
-    ray.init("local", num_cpus=cpus, object_store_memory=1 << 30, **options)
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            # "local": a cluster that somebody else has started on this host is not joined by chance.
+            ray.init("local", num_cpus=cpus, object_store_memory=1 << 30, **options)
+            return
+        except Exception as error:
+            # Ray gives its own processes 30 s, which a busy host may not keep to. They end with this process.
+            if _TOO_SLOW not in str(error) or attempt + 1 == _START_ATTEMPTS:
+                raise
+            logger.warning("Ray did not start within its own 30 s; it is started again")
+            ray.shutdown()
 
 
 def wait_for_resources(demand: Demand, timeout_s: float) -> None:

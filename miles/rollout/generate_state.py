@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any
 
+from miles.backends.engine_api.topology import PREFILL, plan_engines
 from miles.rollout.compat import GenerateFn, load_generate_function
 from miles.rollout.prompts import encode_prompt, load_tokenizer, model_config, model_context_length
 from miles.utils.types import Sample
@@ -32,6 +33,8 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
 def request_concurrency(args: Any) -> int:
     """Requests in flight over all engines."""
     per_engine = getattr(args, "sglang_server_concurrency", None) or 512
+    if getattr(args, "sglang_config", None) is not None:  # sizes differ, and some serve another model
+        return per_engine * sum(spec.trained and spec.kind != PREFILL for spec in plan_engines(args))
     gpus = getattr(args, "rollout_num_gpus", None) or 1
     return max(1, per_engine * gpus // (getattr(args, "rollout_num_gpus_per_engine", None) or 1))
 

@@ -39,8 +39,8 @@ def test_external_engines_are_updated_and_left_running(engines, flags, launch):
     addresses = [engine.url.removeprefix("http://") for engine in engines]
     external = {"rollout_external": True, "rollout_external_engine_addrs": addresses, "sglang_admin_api_key": "key"}
     argv = flags(num_rollout=2, rollout_engine="sglang", rollout_num_gpus=None, actor_num_gpus_per_node=1, **external)
-    for name in ("first", "second"):
-        run = launch(argv, name).wait().check()
+    for name in ("first", "second"):  # the versions of one run mean nothing to the next
+        run = launch(argv, name).wait(600).check()
         assert list(run.series("rollout/weight_version/mean").values()) == [1.0, 2.0]
         assert set(run.series("contract/weight_digest_verified").values()) == {1.0}
         assert max(run.series("train/train_rollout_logprob_abs_diff").values()) < 1e-4

@@ -2,6 +2,9 @@
 
 import signal
 import time
+from importlib.util import find_spec
+
+import pytest
 
 from tests.e2e.harness import processes_of
 
@@ -53,3 +56,17 @@ def test_a_killed_launcher_leaves_no_process(flags, launch):
     while time.monotonic() < deadline and processes_of(run.run_dir):
         time.sleep(0.5)
     assert processes_of(run.run_dir) == []
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("aiohttp_cors", "opencensus", "smart_open")),
+    reason="Ray's job server is not installed here (pip install 'miles[jobs]'); scripts/nightly.sh installs it and runs this",
+)
+def test_rays_job_server_runs_the_driver_and_tells_its_exit_code(flags, launch):
+    job = ["--submit", "job", "--num-cpus", "3", "--"]
+    run = launch([*job, *flags(num_rollout=1)], "good", driver=LAUNCH).wait(400).check()
+    assert "submitted job" in run.output and "step 1/1" in run.output
+    bad = launch([*job, *flags(num_rolout=1)], "bad", driver=LAUNCH).wait(400)
+    assert bad.returncode == 2 and "--num-rollout" in bad.output
+    for done in (run, bad):
+        assert processes_of(done.run_dir) == []

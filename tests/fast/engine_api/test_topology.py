@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from miles.backends.engine_api.topology import TopologyError, devices_of, engine_args, plan_engines
+from miles.rollout.generate_state import request_concurrency
 
 
 def make(**changes) -> SimpleNamespace:
@@ -85,6 +86,7 @@ def test_models_and_groups_follow_one_another_with_gaps_where_asked(config):
         (3, "judge", 2, 7, False),
     ]
     assert devices_of(args) == 9
+    assert request_concurrency(args) == 3 * 512, "three engines serve the model that is trained"
     own = engine_args(args, specs[0])
     assert own.sglang_mem_fraction_static == 0.5 and own.sglang_ep_size == 2 and own.rollout_num_gpus_per_engine == 2
     assert engine_args(args, specs[3]).hf_checkpoint == "/models/b"

@@ -61,3 +61,27 @@ def test_a_cluster_that_is_still_growing_is_waited_for(monkeypatch):
 def test_addresses_sort_by_number_not_by_text():
     hosts = ["10.0.0.10", "10.0.0.9", "10.0.0.100"]
     assert sorted(hosts, key=placement._address_key) == ["10.0.0.9", "10.0.0.10", "10.0.0.100"]
+
+
+def test_a_ray_that_is_too_slow_to_start_is_started_again_and_other_failures_are_not(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement.ray, "is_initialized", lambda: False)
+    failures = []
+
+    def init(address, **options):
+        assert address == "local"
+        if failures:
+            raise failures.pop(0)
+
+    monkeypatch.setattr(placement.ray, "init", init)
+    monkeypatch.setattr(placement.ray, "shutdown", lambda: None)
+    demand = Demand(trainer=1, rollout=1, evaluation=0, colocate=False, gpus=False)
+    slow = Exception("The current node timed out during startup. This could happen because ...")
+    failures[:] = [slow, slow]
+    placement.connect_ray(demand)
+    failures[:] = [slow, slow, slow]
+    with pytest.raises(Exception, match="timed out"):
+        placement.connect_ray(demand)
+    failures[:] = [ValueError("no space left")]
+    with pytest.raises(ValueError, match="no space left"):
+        placement.connect_ray(demand)
