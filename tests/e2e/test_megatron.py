@@ -1,6 +1,7 @@
 """The Megatron trainer in whole runs on a CPU: parallel ranks, a broadcast from each pipeline stage, verified updates."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,13 @@ from tests.e2e.harness import processes_of
 from tests.helpers.tiny_models import make_tiny_model
 
 SMALL = {"train_backend": "megatron", "rollout_batch_size": 2, "global_batch_size": 8}
+
+
+def note_save(args, rollout_id, checkpoint_dir, hf_checkpoint_dir):
+    """What `--custom-megatron-post-save-hook-path` is told."""
+    complete = (Path(checkpoint_dir) / "manifest.json").is_file()
+    with open(Path(args.run_dir) / "saves.txt", "a") as file:
+        file.write(f"{rollout_id} {Path(checkpoint_dir).name} {complete} {hf_checkpoint_dir}\n")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,10 @@ def test_three_steps_train_and_every_update_is_verified(flags, launch, tmp_path,
 
 def test_a_resumed_run_equals_an_uninterrupted_one(flags, launch, tmp_path):
     options = SMALL | {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "save_interval": 1}
-    whole = launch(flags(**options | {"num_rollout": 2, "save": tmp_path / "s1"}), "whole").wait(600).check()
+    hook = {"custom_megatron_post_save_hook_path": "tests.e2e.test_megatron.note_save"}
+    whole = launch(flags(**options | hook | {"num_rollout": 2, "save": tmp_path / "s1"}), "whole").wait(600).check()
+    told = (whole.run_dir / "saves.txt").read_text().splitlines()
+    assert sorted(told) == 2 * ["0 iter_0000000 True None"] + 2 * ["1 iter_0000001 True None"]  # from both ranks
     launch(flags(**options | {"num_rollout": 1, "save": tmp_path / "s2"}), "parts").wait(600).check()
     resumed = options | {"num_rollout": 2, "save": tmp_path / "s2", "load": tmp_path / "s2"}
     parts = launch(flags(**resumed), "parts").wait(600).check()

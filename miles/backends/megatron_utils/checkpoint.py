@@ -73,13 +73,15 @@ def save_state(state: TrainState, directory: Path, args: Any) -> None:
         with state.copies.weights("ref"):
             on_every_rank(lambda: _write(state, folder, with_optimizer=False), folder)
 
+    kind = _optimizer_kind(state.optimizer) if kept else "left out"
+
     def small_files() -> None:
         save_rng(directory, tracker=tensor_parallel.get_cuda_rng_tracker().get_states())
         if dist.get_rank() == 0:
             (directory / _SCHEDULE).write_text(json.dumps(state.schedule.state_dict(), indent=2))
             model = state.identity | {
                 "trainer": _TRAINER,
-                "optimizer": _optimizer_kind(state.optimizer) if kept else "left out",
+                "optimizer": kind,
                 "hf_checkpoint": str(args.hf_checkpoint),
             }
             (directory / MODEL).write_text(json.dumps(model, indent=2))
@@ -189,7 +191,8 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _optimizer_kind(optimizer: Any) -> str:
-    """What must agree for optimizer state to be loadable. Experts have an optimizer of their own when ranks share them."""
+    """What must agree for optimizer state to be loadable. Experts have an optimizer of their own when ranks share them.
+    Collective."""
     local = [type(part).__name__ for part in optimizers.parts(optimizer)]
     kinds: list[list[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(kinds, local)

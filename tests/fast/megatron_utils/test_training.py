@@ -134,7 +134,7 @@ def broken_step(args: SimpleNamespace) -> Any:
     """A NaN in the weights of one rank; the weights before and after the step."""
     backend, _ = jobs.make_backend(args)
     if torch.distributed.get_rank() == 0:
-        next(backend.chunks[0].parameters()).data[0, 0] = float("nan")
+        next(backend.chunks[0].parameters()).data.fill_(float("nan"))
     before = jobs.weights_of(backend)
     try:
         metrics: Any = backend.train(jobs.shard_of(backend, make_batch()))
