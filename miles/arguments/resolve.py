@@ -6,6 +6,7 @@ where the reason says that one flag decides another.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from typing import Any
 
 from miles.arguments.args import Args
 from miles.arguments.devices import has_gpu, has_package
-from miles.arguments.systems import works
 from miles.backends.engine_api.topology import TopologyError, devices_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -51,13 +51,26 @@ def _train_backend(a: Args) -> dict[str, Any]:
 
 def _rollout_engine(a: Args) -> dict[str, Any]:
     installed = a.sglang_python is not None or has_package("sglang")
-    sglang = works("sglang-gpu") and has_gpu() and installed
+    sglang = has_gpu() and installed
     return _unset(a, rollout_engine="sglang" if sglang else "embedded")
 
 
 def _engine_type(a: Args) -> dict[str, Any]:
-    # SGLang would serve float32 weights as float16 otherwise, and CPUs compute float32 best.
-    return _unset(a, sglang_dtype="float32") if a.rollout_engine == "sglang" and a.train_device == "cpu" else {}
+    """SGLang would serve float32 weights as float16 otherwise. CPUs compute float32 best; a GPU trainer computes bfloat16."""
+    if a.rollout_engine != "sglang":
+        return {}
+    if a.train_device == "cpu":
+        return _unset(a, sglang_dtype="float32")
+    return _unset(a, sglang_dtype="bfloat16") if _stored_type(a.hf_checkpoint) == "float32" else {}
+
+
+def _stored_type(directory: str | None) -> str | None:
+    """The dtype that the model's config names; None where it cannot be read."""
+    try:
+        config = json.loads((Path(directory or "") / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def _attention(a: Args) -> dict[str, Any]:
@@ -114,8 +127,16 @@ def _engine_devices(a: Args) -> dict[str, Any]:
 
 
 def _offload(a: Args) -> dict[str, Any]:
-    shared = a.offload or (a.colocate and a.train_device == "cuda" and works("offload"))
+    shared = a.offload or (a.colocate and a.train_device == "cuda")
     return _unset(a, offload_train=shared, offload_rollout=shared)
+
+
+def _transport(a: Args) -> dict[str, Any]:
+    given = "update_weight_transfer_mode" in a.given
+    # Every rank of FSDP can hold the whole model for the engine on its device; Megatron's ranks hold parts.
+    whole = a.train_backend == "fsdp" or a.actor_num_nodes * a.actor_num_gpus_per_node == 1
+    handles = a.colocate and a.train_device == "cuda" and whole and a.rollout_num_gpus_per_engine == 1 and not given
+    return {"update_weight_transfer_mode": "ipc"} if handles else {}
 
 
 def _weight_check(a: Args) -> dict[str, Any]:
@@ -228,7 +249,7 @@ STEPS = (
     Resolve("the device that this host has", lambda a: _unset(a, train_device="cuda" if has_gpu() else "cpu")),
     Resolve("the trainer for that device", _train_backend),
     Resolve("the engine for this host", _rollout_engine),
-    Resolve("the type that a CPU computes in", _engine_type),
+    Resolve("the type that the trainer computes in", _engine_type),
     Resolve("attention kernels for the device", _attention),
     Resolve("mixed precision on a GPU", _compute_type),
     Resolve("the trainer backend's default", _optimizer),
@@ -237,6 +258,7 @@ STEPS = (
     Resolve("--colocate: engines use the trainer's devices", _colocated_gpus),
     Resolve("the engines that are named", _engine_devices),
     Resolve("whether trainer and engines share devices", _offload),
+    Resolve("--colocate: engines can read the trainer's device memory", _transport),
     Resolve("--ci-test", _weight_check),
     Resolve("replay of rollout data needs replay", _replay),
     Resolve("the rollout's samples over the steps", _global_batch_size),

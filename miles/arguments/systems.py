@@ -9,7 +9,6 @@ from __future__ import annotations
 SYSTEMS: dict[str, tuple[str, bool]] = {
     # name: (what messages call it, whether it works)
     "sglang": ("the SGLang engine", True),
-    "sglang-gpu": ("SGLang on GPUs", False),
     "sglang-router": ("SGLang's router", False),
     "placement": ("the choice of nodes and collectives", False),
     "engine-topology": ("the engine topology (external engines, prefill/decode split, per-model groups)", True),
@@ -22,8 +21,7 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "muon": ("the Muon optimizer", False),
     "critic": ("PPO with a critic", False),
     "fully-async": ("fully asynchronous rollout", False),
-    "sessions": ("TITO sessions and agents", True),
-    "miles-router": ("the router process", False),
+    "sessions": ("TITO sessions and agents", False),
     "multi-turn": ("the multi-turn tool-calling generate function", True),
     "replay": ("routing and indexer replay (R3)", False),
     "true-on-policy": ("true-on-policy profiles", False),
@@ -32,7 +30,8 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "multi-lora": ("multi-LoRA", False),
     "p2p": ("the p2p weight transport", False),
     "disk-delta": ("the disk-delta weight transport", False),
-    "offload": ("memory offload between the steps of a colocated run", False),
+    "offload": ("memory offload between the steps of a colocated run", True),
+    "offload-disk": ("offload to disk, and parameters rebuilt from their master copies", False),
     "eval-fleet": ("evaluation on engines of its own", False),
     "dashboard": ("the dashboard", False),
     "mlflow": ("the MLflow sink", False),

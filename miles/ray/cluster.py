@@ -21,6 +21,7 @@ from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
 from miles.ray.train_group import TrainGroup
 from miles.tracking.progress import Progress
 from miles.tracking.tracker import Tracker
+from miles.utils.laps import Laps, process_start
 from miles.utils.process_tree import ProcessId, descendants, end
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,9 @@ class Cluster:
         self._trainer_death: asyncio.Task[None] | None = None
         self._not_rays: set[ProcessId] = set()  # children from before Ray: a tracker's, say
         self._pending: dict[int, asyncio.Task[RolloutBatch]] = {}
+        self._startup = Laps(since=process_start())
+        # Which side has the memory of devices that both use. The trainer loads last.
+        self._trainers_turn = not args.debug_rollout_only
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -68,18 +72,25 @@ class Cluster:
         Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         self.tracker = Tracker(args)
         self.progress = Progress(args)
+        self._startup.lap("checks")
         demand = demand_of(args)
         self.progress.status("starting Ray")
         self._not_rays = set(descendants())
         connect_ray(demand)
         several = any(spec.devices > 1 for spec in plan_engines(args))
         self.placement = Placement(demand, args.cluster_wait_timeout, ask_for_gpus=several)
+        self._startup.lap("ray")
         parts = ["engines"] * (not args.debug_train_only) + ["trainer"] * (not args.debug_rollout_only)
         self.progress.status(f"starting {' and '.join(parts)}")
         self.manager = RemoteRolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
         started = asyncio.ensure_future(_future(self.manager.start.remote()))
         if not args.debug_rollout_only:
             self.trainer = TrainGroup(args, self.placement)
+            if args.offload_rollout:  # engines size themselves by the memory that they find
+                await self._unless_fails(started, self.trainer.prepare())
+                await started
+                self._startup.lap("engines")
+                await self.manager.release_engines.remote()
             info = await self._unless_fails(started, self.trainer.init())
             self._trainer_death = asyncio.create_task(self.trainer.watch())
             self.start_rollout_id = (
@@ -87,6 +98,7 @@ class Cluster:
             )
             await self.manager.set_train_parallel_config.remote(info.parallel)
         facts = await started
+        self._startup.lap("trainer" if args.offload_rollout else "engines_and_trainer")
         self._count_rollouts(facts["dataset_length"])
         await self._restore()
         if self._updates_weights:
@@ -174,6 +186,10 @@ class Cluster:
         for rollout_id in range(self.start_rollout_id, self.last_step + 1):
             started = time.monotonic()
             self._times, self._metrics = {}, {}
+            if self._startup.seconds:
+                self._log(
+                    {f"perf/startup/{k}_s": v for k, v in self._startup.take().items()}, "rollout/step", rollout_id
+                )
             yield rollout_id
             self._finish_step(rollout_id, time.monotonic() - started)
 
@@ -213,6 +229,7 @@ class Cluster:
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """One batch of trajectories, planned and sharded."""
+        await self._to_engines()
         with self._timed("train_wait"):
             pending = self._pending.pop(rollout_id, None) or self._generate(rollout_id)
             batch = await self._while_trainer_lives(pending)
@@ -251,6 +268,7 @@ class Cluster:
         self._log(batch.metrics, "rollout/step", rollout_id)
         if self.trainer is None:  # --debug-rollout-only
             return
+        await self._to_trainer()
         with self._timed("train"):
             steps = await self.trainer.train(batch)
         batch.data_ref.clear()
@@ -268,12 +286,19 @@ class Cluster:
         """Bring the engines to the trainer's weights, verified; the weight version grows by one."""
         if not self._updates_weights:
             return
+        await self._to_trainer()
+        await self._give_back(keep_weights=True)
+        await self._resume_engines(weights_only=True)
         with self._timed("update_weights"):
             metrics = await self._while_trainer_lives(_future(self.coordinator.update.remote()))
-        if rollout_id is not None:
+        await self._to_engines()
+        if rollout_id is None:
+            self._startup.lap("first_update")
+        else:
             self._log(metrics, "rollout/step", rollout_id)
 
     async def evaluate(self, rollout_id: int) -> None:
+        await self._to_engines()
         with self._timed("eval"):
             metrics = await self._while_trainer_lives(_future(self.manager.evaluate.remote(rollout_id)))
         self._log(metrics, "eval/step", self.tracker.compute_rollout_step(rollout_id))
@@ -282,6 +307,7 @@ class Cluster:
         """One checkpoint of everything, whole or absent, and the Hugging Face export when asked for."""
         if self.trainer is None:
             return
+        await self._to_trainer()
         args = self.args
         with self._timed("save"):
             if args.save:
@@ -304,6 +330,38 @@ class Cluster:
         self.progress.close()
         self.tracker.close()
         summarize(self.args.run_dir)
+
+    # ---- taking turns on shared devices ----------------------------------------------------------------------------
+
+    async def _to_trainer(self) -> None:
+        """The trainer has the devices' memory; engines are idle, and keep only what they cannot give back."""
+        if self._trainers_turn:
+            return
+        self._trainers_turn = True
+        if self.args.offload_rollout:
+            with self._timed("release_engines"):
+                await self._while_trainer_lives(_future(self.manager.release_engines.remote()))
+        if self.args.offload_train and self.trainer is not None:
+            with self._timed("wake_trainer"):
+                await self.trainer.wake()
+
+    async def _to_engines(self) -> None:
+        """The engines have it, all of it."""
+        if not self._trainers_turn:
+            return
+        self._trainers_turn = False
+        await self._give_back(keep_weights=False)
+        await self._resume_engines(weights_only=False)
+
+    async def _give_back(self, *, keep_weights: bool) -> None:
+        if self.args.offload_train and self.trainer is not None:
+            with self._timed("sleep_trainer"):
+                await self.trainer.sleep(keep_weights=keep_weights)
+
+    async def _resume_engines(self, *, weights_only: bool) -> None:
+        if self.args.offload_rollout:
+            with self._timed("resume_engines"):
+                await self._while_trainer_lives(_future(self.manager.resume_engines.remote(weights_only)))
 
     # ---- when ------------------------------------------------------------------------------------------------------
 

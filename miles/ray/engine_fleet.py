@@ -28,6 +28,8 @@ from miles.router.prefill_decode import PrefillDecodeClient
 from miles.weight_update.types import EngineEndpoint
 
 logger = logging.getLogger(__name__)
+# --offload-rollout-level -> the kinds of memory that engines know
+_TAGS = {"kv_cache": ("kv_cache", "cuda_graph"), "weight": ("weights",)}
 POLL_INTERVAL_S = 0.5
 MAX_RESTARTS = 5
 
@@ -55,6 +57,7 @@ class EngineSlot:
     client: EngineClient | None = None
     capabilities: Capabilities | None = None
     incarnation: int = -1
+    released: frozenset[str] = frozenset()  # kinds of memory that it has given back
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -79,6 +82,8 @@ class EngineFleet:
         self._catch_ups: set[asyncio.Task] = set()
         # Requests for the model that is trained go to `pool`; each other model has a pool of its own.
         self.pools: dict[str, EnginePool] = {}
+        self._have_devices = asyncio.Event()  # unset while the trainer has them
+        self._have_devices.set()
         pool.on_dead = self.report_dead
 
     @property
@@ -111,7 +116,8 @@ class EngineFleet:
 
     async def _launch(self, slot: EngineSlot) -> None:
         """Start the slot's server; afterwards it is alive and STALE, or serves if its model is not trained."""
-        slot.state, slot.incarnation = EngineState.STARTING, slot.incarnation + 1
+        await self._have_devices.wait()
+        slot.state, slot.incarnation, slot.released = EngineState.STARTING, slot.incarnation + 1, frozenset()
         try:
             url = await slot.host.start(slot.incarnation, self.version)
         except Exception as error:
@@ -123,6 +129,12 @@ class EngineFleet:
         except EngineError as error:
             slot.state = EngineState.DEAD
             raise EngineStartError(f"engine {slot.index} cannot be used: {error}") from error
+        if slot.spec.address is None and self.args.offload_rollout and not slot.capabilities.memory_release:
+            slot.state = EngineState.DEAD
+            raise EngineStartError(
+                f"engine {slot.index} ({slot.capabilities.server} {slot.capabilities.version}) does not release memory: "
+                "set --no-offload-rollout"
+            )
         slot.state = EngineState.STALE
         logger.info("engine %d (%s, incarnation %d) is up at %s", slot.index, slot.spec, slot.incarnation, url)
         if not slot.spec.trained:
@@ -249,6 +261,46 @@ class EngineFleet:
             self.admit([index])
         elif result is CatchUp.FAILED:
             self.report_dead(index, "it could not be brought to the current version")
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    async def release_memory(self) -> None:
+        """Every engine gives back what `--offload-rollout-level` names. One that cannot is replaced in the engines' next turn."""
+        self._have_devices.clear()
+        wanted = [tag for level in self.args.offload_rollout_level for tag in _TAGS[level]]
+
+        async def release(slot: EngineSlot, client: EngineClient) -> None:
+            # Weights come back by an update, and of other models there is none.
+            tags = [tag for tag in wanted if slot.spec.trained or tag != "weights"]
+            if slot.spec.address is not None or not tags:
+                return  # it runs elsewhere
+            await client.flush()  # an SGLang that is told to release while requests are queued ends itself
+            await client.release_memory(tags)
+            slot.released = frozenset(tags)
+
+        await self._on_live("could not release its memory", release)
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        """Engines take again what they gave back; with `weights_only` the weights alone."""
+        self._have_devices.set()
+
+        async def resume(slot: EngineSlot, client: EngineClient) -> None:
+            tags = slot.released & {"weights"} if weights_only else slot.released
+            if tags:
+                await client.resume_memory(sorted(tags))
+                slot.released -= tags
+
+        await self._on_live("could not resume its memory", resume)
+
+    async def _on_live(self, trouble: str, step: Callable[[EngineSlot, EngineClient], Awaitable[None]]) -> None:
+        async def on(slot: EngineSlot, client: EngineClient) -> None:
+            try:
+                await step(slot, client)
+            except EngineError as error:
+                self.report_dead(slot.index, f"{trouble}: {error}")
+
+        live = (EngineState.STALE, EngineState.SERVING)
+        await asyncio.gather(*(on(s, s.client) for s in self.slots if s.state in live and s.client is not None))
 
     # ---- weight updates --------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Demand:
     evaluation: int
     colocate: bool
     gpus: bool
+    gpus_per_rank: float = 1.0  # below 1, several ranks share a GPU
 
     @property
     def bundles(self) -> int:
@@ -50,6 +51,7 @@ def demand_of(args: Any) -> Demand:
         evaluation=args.eval_num_gpus or 0,
         colocate=bool(args.colocate),
         gpus=args.train_device == "cuda",
+        gpus_per_rank=args.gpus_per_rank,
     )
 
 
@@ -88,16 +90,17 @@ def connect_ray(demand: Demand) -> None:
 def wait_for_resources(demand: Demand, timeout_s: float) -> None:
     """Return once the cluster has what the run needs; else raise PlacementError with what there is and what lacks."""
     kind = "GPU" if demand.gpus else "CPU"
+    needed = demand.bundles * (demand.gpus_per_rank if demand.gpus else 1)
     deadline = time.monotonic() + timeout_s
     while True:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         have = sum(node["Resources"].get(kind, 0) for node in nodes)
-        if have >= demand.bundles:
+        if have >= needed:
             return
         if time.monotonic() >= deadline or not os.environ.get("RAY_ADDRESS"):
             per_node = ", ".join(f"{n['NodeManagerAddress']}: {n['Resources'].get(kind, 0):g}" for n in nodes)
             raise PlacementError(
-                f"the run needs {demand.bundles} {kind}s (trainer {demand.trainer}, rollout {demand.rollout}, "
+                f"the run needs {needed:g} {kind}s (trainer {demand.trainer}, rollout {demand.rollout}, "
                 f"evaluation {demand.evaluation}{', trainer and rollout shared' if demand.colocate else ''}) but the "
                 f"cluster has {have:g} on {len(nodes)} node(s) ({per_node}). Add nodes to the Ray cluster, or lower "
                 "--actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus."
@@ -112,7 +115,7 @@ class Placement:
         """`ask_for_gpus`: find out which GPU each bundle has, in seconds; needed where a process uses several."""
         self.demand = demand
         wait_for_resources(demand, timeout_s)
-        bundle = {"GPU": 1, "CPU": 1} if demand.gpus else {"CPU": 1}
+        bundle: dict[str, float] = {"GPU": demand.gpus_per_rank, "CPU": 1} if demand.gpus else {"CPU": 1}
         self.group: PlacementGroup | None = None
         self.order: list[int] = []
         self._gpus: dict[int, int] = {}
@@ -148,7 +151,7 @@ class Placement:
         """Ray options for an actor on a bundle; `share` of its GPU (or of its CPU, where there is none)."""
         options: dict[str, Any] = {"scheduling_strategy": self.strategy(logical_rank)}
         if self.demand.gpus:
-            return options | {"num_gpus": share, "num_cpus": share}
+            return options | {"num_gpus": share * self.demand.gpus_per_rank, "num_cpus": share}
         return options | {"num_cpus": share}
 
     def remove(self) -> None:

@@ -52,6 +52,11 @@ class TrainActor:
         self.args, self.rank, self.world_size = args, rank, world_size
         self._listener: socket.socket | None = None
 
+    def prepare(self) -> None:
+        """Import what `init` needs, while something else still has the device."""
+
+        load_function(BACKENDS.get(self.args.train_backend, self.args.train_backend))
+
     def rendezvous(self) -> tuple[str, int]:
         """Rank 0: an address that the other ranks can reach, held open until they do."""
         address = ray.util.get_node_ip_address()
@@ -111,6 +116,13 @@ class TrainActor:
         steps = result if isinstance(result, list) else [result]
         steps[-1]["perf/train_busy_time"] = time.monotonic() - started
         return steps
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Give device memory back; with `keep_weights` all but what an update sends."""
+        self.backend.sleep(keep_weights=keep_weights)
+
+    def wake(self) -> None:
+        self.backend.wake()
 
     def transfer_weights(self, version: int, engines: list[EngineEndpoint]) -> TransferReport | None:
         """Send the model to the engines. Collective over ranks; the source rank reports."""

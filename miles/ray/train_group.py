@@ -36,6 +36,10 @@ class TrainGroup:
         ]
         self.info: TrainerInfo | None = None
 
+    async def prepare(self) -> None:
+        """Ranks are up and have imported what they need; their devices are untouched."""
+        await self._all("prepare")
+
     async def init(self) -> TrainerInfo:
         address, port = await self._first(self.actors[0].rendezvous.remote())
         infos = await self._all("init", address, port)
@@ -56,6 +60,13 @@ class TrainGroup:
         for name in ("perf/train_busy_time",):
             results[0][-1][name] = max(steps[-1][name] for steps in results)
         return results[0]
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Ranks give their device memory back; with `keep_weights` all but what an update sends."""
+        await self._all("sleep", keep_weights)
+
+    async def wake(self) -> None:
+        await self._all("wake")
 
     async def save(self, rollout_id: int, driver_state: dict[str, Any]) -> None:
         await self._all("save", rollout_id, driver_state)

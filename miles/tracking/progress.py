@@ -22,6 +22,10 @@ _DOING = {
     "update_weights": "updating the engines' weights",
     "eval": "evaluating",
     "save": "saving",
+    "release_engines": "taking the engines' memory",
+    "wake_trainer": "loading the trainer's memory",
+    "sleep_trainer": "saving the trainer's memory",
+    "resume_engines": "giving the engines their memory",
 }
 _BAR_WIDTH = 48
 

@@ -81,8 +81,11 @@ class FlatBucket:
             yield name, data[start:end].view(dtype).reshape(shape)
             start = end
 
-    def records(self, host: torch.Tensor) -> dict[str, TensorRecord]:
-        """What each tensor must be on the engine. `host`: the bytes in host memory."""
+    def records(self, host: torch.Tensor | None) -> dict[str, TensorRecord]:
+        """What each tensor must be on the engine. `host`: the bytes in host memory; None leaves the digests empty."""
+        if host is None:
+            described = zip(self.names, self.dtypes, self.shapes, strict=True)
+            return {name: TensorRecord(dtype, shape, "") for name, dtype, shape in described}
         return {
             name: TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
             for name, tensor in self.tensors(host)

@@ -27,6 +27,7 @@ class _Sending:
     nbytes: int = 0
     gather_s: float = 0.0
     served: ServedDigestBuilder | None = None  # only where a server joins what it is sent
+    digests_on_host: bool = True  # of each tensor; else servers that join tensors on GPUs are all that there is
     error: WeightTransferError | None = None
 
 
@@ -51,8 +52,8 @@ class WeightUpdater:
         """
         started = time.monotonic()
         sending = _Sending()
-        if any(e.digests == "served" for e in engines):
-            sending.served = ServedDigestBuilder()
+        sending.served = _foretelling(engines)
+        sending.digests_on_host = any(e.digests != "served-gpu" for e in engines)
         if self._is_source():
             self._try(sending, lambda: self._connected(engines))
         for bucket in self._gathered(sending):
@@ -141,13 +142,18 @@ class WeightUpdater:
             raise WeightTransferError(f"the trainer exports {twice[0]} twice", frozenset())
         self.transport.send(flat)
         # The rest is done while the bucket travels.
+        served = sending.served
+        if served is not None and served.on_device:
+            for name, tensor in flat.tensors():
+                served.add(name, tensor)
+            served.flush()
         if self.args.keep_published_weights:
             sending.kept.append(flat.to_host())
-        host = flat.data.cpu()
+        host = flat.data.cpu() if sending.digests_on_host else None
         sending.manifest |= flat.records(host)
-        if sending.served is not None:
+        if served is not None and not served.on_device:
             for name, tensor in flat.tensors(host):
-                sending.served.add(name, tensor)
+                served.add(name, tensor)
         sending.buckets += 1
         sending.nbytes += flat.nbytes
 
@@ -189,19 +195,31 @@ class WeightUpdater:
 
 
 def merge_reports(reports: list[TransferReport]) -> TransferReport:
-    """The whole of what several sources sent. Pipeline stages send disjoint tensors at the same time: sizes add up, times overlap."""
+    """Sources send at the same time, so times overlap. Pipeline stages send disjoint tensors, whose sizes add up; sources that
+    each send the whole model, to an engine of their own, send one model's size to each engine."""
     manifest: Manifest = {}
     for report in reports:
         manifest |= report.manifest
+    sizes = reports[:1] if reports[0].manifest.keys() == reports[-1].manifest.keys() else reports
     return TransferReport(
         reports[0].version,
         manifest,
-        sum(r.buckets for r in reports),
-        sum(r.nbytes for r in reports),
+        sum(r.buckets for r in sizes),
+        sum(r.nbytes for r in sizes),
         max(r.gather_s for r in reports),
         max(r.transfer_s for r in reports),
         ServedDigests.merged([r.served for r in reports if r.served is not None]),
     )
+
+
+def _foretelling(engines: list[EngineEndpoint]) -> ServedDigestBuilder | None:
+    """What foretells the checksums of servers that join tensors; None where there is none."""
+    forms = {e.digests for e in engines}
+    if forms <= {"tensor"}:
+        return None
+    if len(forms - {"tensor"}) > 1:
+        raise WeightTransferError("engines on CPUs and on GPUs in one run cannot be verified together", frozenset())
+    return ServedDigestBuilder(*(forms - {"tensor"}))
 
 
 def _finished(sending: _Sending) -> ServedDigests | None:

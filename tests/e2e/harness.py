@@ -48,7 +48,8 @@ class Run:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._out = run_dir.with_suffix(".out")
         mark = {"MILES_TEST_RUN": str(run_dir)}  # every process of the run inherits it: see processes_of
-        environment = os.environ | {"PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"} | mark | (env or {})
+        path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | mark | (env or {})
         with open(self._out, "wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, str(REPO / driver), *argv, "--run-dir", str(run_dir)],

@@ -17,6 +17,20 @@ def test_one_step_overlap_trains_on_samples_one_update_old(flags, launch):
     assert list(run.series("rollout/weight_version/published").values()) == [2.0, 3.0, 4.0, 5.0]
 
 
+def test_a_colocated_run_takes_turns_and_passes_handles(flags, launch):
+    """On a CPU there is no device memory to give back, but every turn is taken; each rank sends to the engine beside it."""
+    turns = dict(colocate=True, offload=True, actor_num_gpus_per_node=2, rollout_num_gpus=None)
+    run = launch(flags(update_weight_transfer_mode="ipc", eval_interval=None, **turns)).wait().check()
+    assert sorted(run.series("train/loss")) == [0, 1, 2]
+    assert list(run.series("rollout/weight_version/mean").values()) == [1.0, 2.0, 3.0]
+    assert set(run.series("contract/weight_digest_verified").values()) == {1.0}
+    for turn in ("release_engines", "wake_trainer", "sleep_trainer", "resume_engines"):
+        assert sorted(run.series(f"perf/{turn}_time")) == [0, 1, 2], turn
+    stages = {key.removeprefix("perf/startup/") for row in run.rows for key in row if key.startswith("perf/startup/")}
+    assert stages == {"checks_s", "ray_s", "engines_s", "trainer_s", "first_update_s", "total_s"}
+    assert processes_of(run.run_dir) == []
+
+
 def test_async_resume_draws_the_same_prompts_again(flags, launch, tmp_path):
     options = dict(save=tmp_path / "s", save_interval=2, save_debug_rollout_data=tmp_path / "d" / "{rollout_id}.pt")
     launch(flags(num_rollout=2, **options), "a", driver="train_async.py").wait().check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from miles.arguments.groups.algorithm import AlgorithmArgs, CriticArgs
 from miles.arguments.groups.architecture import ArchitectureArgs, LatentAttentionArgs
 from miles.arguments.groups.backend import BackendArgs, MegatronBackendArgs
-from miles.arguments.groups.cluster import ClusterArgs, OffloadArgs
+from miles.arguments.groups.cluster import ClusterArgs, OffloadArgs, OffloadDiskArgs
 from miles.arguments.groups.compatibility import CompatibilityArgs
 from miles.arguments.groups.data import BatchArgs, DataArgs
 from miles.arguments.groups.debug import CiArgs, DebugArgs, DumperArgs, ProfileArgs
@@ -69,6 +69,7 @@ GROUPS: tuple[type, ...] = (
     RecomputeArgs,
     MoeArgs,
     OffloadArgs,
+    OffloadDiskArgs,
     WeightTransportArgs,
     FullyAsyncArgs,
     MultiTurnArgs,

@@ -25,6 +25,13 @@ class ClusterArgs:
         choices=("cpu", "cuda"),
     )
     colocate: bool = flag(False, "Trainer and engines share devices and take turns, instead of having their own.")
+    gpus_per_rank: float = flag(
+        1.0,
+        "GPUs that a trainer or engine rank gets. Below 1, ranks share a GPU: trainer and engine each with its own part of "
+        "the memory, and weights through host memory (gloo). For trying a disaggregated run on one card.",
+        gt=0,
+        le=1,
+    )
     distributed_backend: str = flag(
         "nccl",
         "torch.distributed backend of GPU trainers; ranks on CPUs always use gloo.",
@@ -53,6 +60,10 @@ class OffloadArgs:
     offload_rollout_level: list[str] = flag(
         ["kv_cache", "weight"], "What engines release.", choices=("kv_cache", "weight"), owner="offload-rollout"
     )
+
+
+@group("Memory offload to disk", system="offload-disk")
+class OffloadDiskArgs:
     offload_train_target: str = flag(
         "cpu", "Where trainer memory goes.", choices=("cpu", "disk"), owner="offload-train"
     )

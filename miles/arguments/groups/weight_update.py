@@ -16,9 +16,10 @@ class WeightUpdateArgs:
     )
     update_weight_transfer_mode: str = flag(
         "broadcast",
-        "How weights travel; colocated GPU runs pass device handles instead. An import path names a WeightTransport.",
+        "How weights travel. ipc passes handles of device memory, for engines on the trainer's device: the default of "
+        "colocated GPU runs. An import path names a WeightTransport.",
         choices=None,
-        metavar="broadcast|p2p|disk-delta|IMPORT.PATH",
+        metavar="broadcast|ipc|p2p|disk-delta|IMPORT.PATH",
         later={"p2p": "p2p", "disk-delta": "disk-delta"},
     )
     weight_update_timeout: float = flag(300.0, "Seconds that one update may take before it is aborted.", gt=0)

@@ -49,7 +49,7 @@ def _model_ranks(a: Args) -> int:
 
 
 MEMORY = about(
-    "offload",
+    "offload-disk",
     requires(
         "disk-offload-needs",
         "--offload-train-target disk",

@@ -20,6 +20,10 @@ def _actor_gpus(a: Args) -> int:
     return a.actor_num_nodes * a.actor_num_gpus_per_node
 
 
+def _ranks_beyond_two(a: Args) -> bool:
+    return _actor_gpus(a) > 1 or (a.rollout_num_gpus or 0) > 1
+
+
 MODES = (
     Rule(
         "one-half-of-a-run",
@@ -108,9 +112,23 @@ DEVICES = (
         ),
     ),
     Rule(
-        "colocated-gpus",
-        lambda a: a.colocate and a.train_device == "cuda" and not works("offload"),
-        lambda a: missing("offload", "--colocate on GPUs") + " and set --rollout-num-gpus",
+        "offload-takes-turns",
+        lambda a: (a.offload_train or a.offload_rollout) and a.driver == "train_async.py",
+        "train_async.py generates while it trains, so neither side can give its memory to the other: drop --offload-train and "
+        "--offload-rollout",
+    ),
+    Rule(
+        "released-weights-come-back",
+        lambda a: a.offload_rollout and "weight" in a.offload_rollout_level and a.debug_skip_weight_update,
+        "engines that release their weights get them back by an update, and --debug-skip-weight-update makes none: set "
+        "--offload-rollout-level kv_cache",
+    ),
+    Rule(
+        "part-of-a-gpu",
+        lambda a: a.gpus_per_rank < 1 and (a.train_device != "cuda" or a.colocate or _ranks_beyond_two(a)),
+        "--gpus-per-rank {gpus_per_rank} is for one trainer rank and one engine that share a GPU, each with its own part of it (NCCL "
+        "refuses two ranks of one group on one GPU): set --actor-num-nodes 1, --actor-num-gpus-per-node 1 and --rollout-num-gpus 1, "
+        "without --colocate and on GPUs, or drop it",
     ),
     Rule(
         "engines-divide",

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from miles.arguments.args import Args
 from miles.arguments.rules.rule import Rule, RuleSet
-from miles.arguments.systems import missing, works
 from miles.backends.engine_api.topology import EngineSpec, TopologyError, engine_args, plan_engines
 from miles.backends.sglang_utils.command import RESERVED, unknown_options
 from miles.backends.sglang_utils.installation import SglangMissing, installed
@@ -105,11 +104,6 @@ RULES = (
     RuleSet("sglang-installation", installation),
     RuleSet("sglang-reserved", reserved),
     RuleSet("sglang-sizes", sizes),
-    Rule(
-        "sglang-device",
-        lambda a: _launched(a) and a.train_device == "cuda" and not works("sglang-gpu"),
-        lambda a: missing("sglang-gpu", "--rollout-engine sglang on GPUs") + " and set --rollout-engine embedded",
-    ),
     Rule(
         "sglang-pipeline-updates",
         lambda a: (

@@ -51,7 +51,22 @@ DISK_DELTA = about(
     ),
 )
 
+
+def _whole_on_each_device(a: Args) -> bool:
+    one_rank = a.actor_num_nodes * a.actor_num_gpus_per_node == 1
+    return a.rollout_num_gpus_per_engine == 1 and (one_rank or a.train_backend == "fsdp")
+
+
+IPC = Rule(
+    "ipc-own-device",
+    lambda a: a.update_weight_transfer_mode == "ipc" and not (a.colocate and _whole_on_each_device(a)),
+    "--update-weight-transfer-mode ipc passes handles of a rank's device memory to the engine on the same device: it needs --colocate, "
+    "--rollout-num-gpus-per-engine 1, and ranks that hold the whole model (--train-backend fsdp, or one rank); drop it otherwise "
+    "(weights then pass through host memory)",
+)
+
 RULES = (
+    IPC,
     *P2P,
     *DISK_DELTA,
     Rule(

@@ -6,10 +6,12 @@ import base64
 import binascii
 import io
 import pickle
+import types
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from miles.backends.embedded_engine.weight_sync import NamedTensors, TensorSpec, split_bucket
 from miles.backends.embedded_engine.weights import WeightError
@@ -36,9 +38,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "list"): list,
     ("builtins", "dict"): dict,
     ("builtins", "tuple"): tuple,
+    ("types", "SimpleNamespace"): types.SimpleNamespace,
 }
 _ALLOWED_TORCH = {
-    "torch.multiprocessing.reductions": {"rebuild_tensor", "rebuild_storage_filename", "rebuild_cuda_tensor"},
+    "torch.multiprocessing.reductions": {"rebuild_tensor", "rebuild_storage_filename", "rebuild_typed_storage"},
     "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor"},
     "torch.storage": {"_load_from_bytes", "UntypedStorage", "TypedStorage"},
     "torch": {"device", "Tensor", "UntypedStorage"}
@@ -64,9 +67,24 @@ class _Unpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         if name == "_load_from_bytes":
             return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return _rebuild_cuda_tensor
         if name in _ALLOWED_TORCH.get(module, ()):
             return super().find_class(module, name)
         raise WeightError(f"the payload refers to {module}.{name}, which is not on the list of what tensors need")
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+    """torch's own, where the sender may name its GPU by UUID: this process may number the GPUs in another way."""
+    rebuild: Any = reductions.rebuild_cuda_tensor
+    place = 6  # of the device among the arguments
+    found = arguments[place]
+    if isinstance(found, str):
+        known = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        if found not in known:
+            raise WeightError(f"the tensors are on GPU {found}, and this engine sees {', '.join(known) or 'none'}")
+        found = known.index(found)
+    return rebuild(*arguments[:place], found, *arguments[place + 1 :])
 
 
 def decode_tensors(payload: str, load_format: str | None, device: torch.device) -> NamedTensors:

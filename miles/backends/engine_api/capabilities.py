@@ -20,6 +20,7 @@ _NEEDED = (
     "/update_weight_version",
     "/weights_checker",
 )
+_MEMORY = ("/release_memory_occupation", "/resume_memory_occupation")
 _SESSION = ("/begin_weight_update", "/end_weight_update")
 
 
@@ -28,13 +29,15 @@ class Capabilities:
     """`server`: "embedded" or "sglang". `update_sessions`: updates happen between a begin and an end.
 
     `digests`: what its checksums digest. "tensor": each tensor as it was sent, with its dtype and shape
-    (`miles.utils.digest`). "served": the tensors that it keeps, some of them joined (`miles.weight_update.served_digests`).
+    (`miles.utils.digest`). "served", on a GPU "served-gpu": the tensors that it keeps, some of them joined
+    (`miles.weight_update.served_digests`). `memory_release`: whether it gives memory back when told to.
     """
 
     server: str
     version: str
     update_sessions: bool
     digests: str
+    memory_release: bool = True
 
 
 async def probe(client: EngineClient) -> Capabilities:
@@ -49,4 +52,10 @@ async def probe(client: EngineClient) -> Capabilities:
             f"the server at {client.base_url} (SGLang {version}) lacks {', '.join(lacking)}, which a run needs: "
             "install another release"
         )
-    return Capabilities("sglang", version, update_sessions=all(p in paths for p in _SESSION), digests="served")
+    return Capabilities(
+        "sglang",
+        version,
+        update_sessions=all(p in paths for p in _SESSION),
+        digests="served" if info.get("device") == "cpu" else "served-gpu",
+        memory_release=bool(info.get("enable_memory_saver")) and all(p in paths for p in _MEMORY),
+    )

@@ -20,6 +20,7 @@ from miles.backends.fsdp_utils.train_step import StepRunner
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
 from miles.backends.training_utils.backend import TrainBackend, TrainParallelConfig, TrainShard
 from miles.backends.training_utils.checkpoint import resolve_load
+from miles.backends.training_utils.device_storage import DeviceStorage
 from miles.backends.training_utils.hf_directory import write_hf_directory
 from miles.backends.training_utils.lr_schedule import build_schedule
 from miles.backends.training_utils.model_dir import check_model_dir
@@ -65,7 +66,7 @@ class FSDPBackend(TrainBackend):
         args = self.args
         resume = None if (Path(getattr(args, "load", None) or "") / "config.json").is_file() else _resolve(args)
         self.actor = load_policy(self.weights_dir, self._options())
-        differs = names_unlike_checkpoint(self.actor, self.source_dir) if self.is_weight_source else None
+        differs = names_unlike_checkpoint(self.actor, self.source_dir) if self.rank == 0 else None
         if differs is not None:
             logger.warning("engines that read %s may not know every tensor of an update: %s", self.source_dir, differs)
         params = [p for p in self.actor.module.parameters() if p.requires_grad]
@@ -75,6 +76,7 @@ class FSDPBackend(TrainBackend):
         if self.with_ref:
             self.ref = load_policy(self.ref_dir, self._options(reference=True))
             self.ref.module.requires_grad_(False).eval()
+        self._asleep = DeviceStorage(self.device)
         self.copies = WeightCopies(args, self.actor, self.ref)
         self.runner = StepRunner(args, self.actor, self.optimizer, self.schedule, self.mesh, self.device)
         # Dropout on each rank from a stream of its own; a checkpoint brings the states of all.
@@ -140,7 +142,8 @@ class FSDPBackend(TrainBackend):
 
     @property
     def is_weight_source(self) -> bool:
-        return self.rank == 0
+        # Handles of device memory are for the engine on the same device, so that each rank sends its own.
+        return self.rank == 0 or getattr(self.args, "update_weight_transfer_mode", None) == "ipc"
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = rollout_dtype(self.args)
@@ -151,7 +154,7 @@ class FSDPBackend(TrainBackend):
 
     def export_hf(self, directory: Path) -> None:
         kept = self.actor.checkpoint_dtypes
-        writes = self.is_weight_source
+        writes = self.rank == 0
         tensors = iter_hf_tensors(self.actor, lambda name: kept[name], keep=writes)
         save_config = self.actor.config.save_pretrained
         write_hf_directory(tensors, self.source_dir, Path(directory), save_config, writes=writes)
@@ -161,23 +164,21 @@ class FSDPBackend(TrainBackend):
     def save(self, directory: Path) -> None:
         save_state(self._state(), Path(directory), self.args)
 
-    def sleep(self) -> None:
-        if self.device.type == "cuda":
-            self._move("cpu")
-            torch.cuda.empty_cache()
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        if self.device.type != "cuda":
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        state = (value for values in self.optimizer.state.values() for value in values.values())
+        self._asleep.release(value for value in state if isinstance(value, torch.Tensor))
+        if not keep_weights:
+            models = [self.actor, self.ref] if self.ref is not None else [self.actor]
+            for loaded in models:
+                reshard(loaded.module)
+                self._asleep.release([*loaded.module.parameters(), *loaded.module.buffers()])
+        torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        if self.device.type == "cuda":
-            self._move("cuda")
-
-    def _move(self, device: str) -> None:
-        if getattr(self.args, "fsdp_cpu_offload", False):
-            return  # shards live on the host already
-        reshard(self.actor.module)
-        self.actor.module.to(device)
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                state[key] = value.to(device)
+        self._asleep.restore()
 
 
 def _device(args: Any) -> torch.device:

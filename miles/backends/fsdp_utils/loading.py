@@ -5,6 +5,7 @@ No rank ever holds more than one layer of an unsharded model beside what it was 
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 from dataclasses import dataclass, field
@@ -89,8 +90,9 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
     source, error = _read(path, config, options) if rank0 else (None, None)
     _raise_everywhere(error)
     with torch.device("meta"):
+        # A copy: building notes the dtype of these parameters in it, and exports carry the checkpoint's.
         hf = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=options.stored_dtype, trust_remote_code=options.trust_remote_code
+            copy.deepcopy(config), dtype=options.stored_dtype, trust_remote_code=options.trust_remote_code
         )
     attention = choose_attention(hf, options.attn_implementation, pack=options.packed)
     if attention.reason is not None and rank0:

@@ -183,8 +183,8 @@ class MegatronBackend(TrainBackend):
     def save(self, directory: Path) -> None:
         save_state(self.state, Path(directory), self.args)
 
-    def sleep(self) -> None:
-        if not self.platform.is_cpu:
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        if not self.platform.is_cpu and not keep_weights:
             self.memory.release()
 
     def wake(self) -> None:

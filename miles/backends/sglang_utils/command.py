@@ -69,13 +69,16 @@ def server_options(args: Any, installation: Installation, own: dict[str, Any]) -
     """
     if problems := unknown_options(args, installation):
         raise UnknownOption("; ".join(problems))
-    defaults = {
-        name: value
-        for name, value in (_DEFAULTS | (_CPU_DEFAULTS if runs_on_cpu(args) else {})).items()
-        if _find(installation, name) is not None
-    }
+    wanted = _DEFAULTS | (_CPU_DEFAULTS if runs_on_cpu(args) else _gpu_defaults(args))
+    defaults = {name: value for name, value in wanted.items() if _find(installation, name) is not None}
     merged = defaults | given_options(args, installation) | own
     return [word for name, value in merged.items() for word in _words(installation, name, value)]
+
+
+def _gpu_defaults(args: Any) -> dict[str, Any]:
+    """SGLang's own, except where the GPU is not the engine's alone."""
+    share = getattr(args, "gpus_per_rank", 1.0)
+    return {"mem_fraction_static": round(0.8 * share, 3)} if share < 1 else {}
 
 
 def _words(installation: Installation, name: str, value: Any) -> Iterator[str]:
@@ -104,7 +107,7 @@ def _find(installation: Installation, name: str) -> Option | None:
 
 def server_environment(args: Any, gpu_ids: list[int] | None, ranks: int) -> dict[str, str]:
     """The environment of a server of `ranks` ranks."""
-    env = interpreter_environment() | {
+    env = interpreter_environment(getattr(args, "sglang_python", None)) | {
         "TOKENIZERS_PARALLELISM": "false",
         # Its /health otherwise generates a token, and so does not answer while it is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",

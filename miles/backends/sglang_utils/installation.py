@@ -104,7 +104,7 @@ def _run(command: list[str], **env: str) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(
             command,
-            env=interpreter_environment() | env,
+            env=interpreter_environment(command[0]) | env,
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -114,8 +114,10 @@ def _run(command: list[str], **env: str) -> subprocess.CompletedProcess:
         raise SglangMissing(f"{command[0]} could not be asked for its SGLang: {error}") from None
 
 
-def interpreter_environment() -> dict[str, str]:
-    """This process's environment without what would make another interpreter read this one's packages."""
+def interpreter_environment(python: str | None) -> dict[str, str]:
+    """This process's environment; for another interpreter without what would make it read this one's packages."""
+    if python is None or os.path.abspath(python) == sys.executable:
+        return dict(os.environ)
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 

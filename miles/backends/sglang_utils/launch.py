@@ -10,7 +10,7 @@ from typing import Any
 
 from miles.backends.engine_api.launcher import EngineProcess
 from miles.backends.engine_api.topology import PREFILL
-from miles.backends.sglang_utils.command import server_environment, server_options
+from miles.backends.sglang_utils.command import runs_on_cpu, server_environment, server_options
 from miles.backends.sglang_utils.installation import Installation, installed
 from miles.utils.process import hold_port, hold_ports, spawn
 
@@ -86,7 +86,7 @@ def _own_options(
     }
     switches = {
         "trust_remote_code": getattr(args, "trust_remote_code", False),
-        "enable_memory_saver": getattr(args, "offload_rollout", False),
+        "enable_memory_saver": getattr(args, "offload_rollout", False) and not runs_on_cpu(args),
         "enable_return_routed_experts": getattr(args, "use_rollout_routing_replay", False),
         "enable_return_indexer_topk": getattr(args, "use_rollout_indexer_replay", False),
     }

@@ -111,8 +111,11 @@ class TrainBackend(ABC):
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory that `--hf-checkpoint` accepts. Collective."""
 
-    def sleep(self) -> None:
-        """Give device memory back. The default, for host memory, keeps everything."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Give device memory back: all of it, or with `keep_weights` what `iter_weights` does not need.
+
+        The default, for host memory, keeps everything.
+        """
 
     def wake(self) -> None:
         """Undo `sleep`."""

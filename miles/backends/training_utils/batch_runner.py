@@ -219,6 +219,9 @@ class BatchRunner(ABC):
         """Times are the slowest rank's; the token rate counts all ranks' tokens, FLOP/s are the mean of ranks."""
         for name, seconds in self.times.items():
             metrics.add_max(f"perf/{name}_time", seconds)
+        if self.device.type == "cuda":
+            metrics.add_max("perf/trainer_peak_memory_gib", torch.cuda.max_memory_allocated() / 2**30)
+            torch.cuda.reset_peak_memory_stats()
         totals = [int(n) for n in shard.columns["total_lengths"]]
         # Ranks train in step, so each one's share of the time is the same: rates add up.
         metrics.add("perf/actor_train_tok_per_s", sum(totals) / max(self.times["actor_train"], 1e-9))

@@ -10,7 +10,10 @@ from miles.utils.imports import load_function
 from miles.weight_update.buckets import FlatBucket
 from miles.weight_update.types import EngineEndpoint
 
-_TRANSPORTS = {"broadcast": "miles.weight_update.transports.broadcast.BroadcastTransport"}
+_TRANSPORTS = {
+    "broadcast": "miles.weight_update.transports.broadcast.BroadcastTransport",
+    "ipc": "miles.weight_update.transports.ipc.IpcTransport",
+}
 
 
 class WeightTransport(ABC):

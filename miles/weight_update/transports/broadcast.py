@@ -23,13 +23,12 @@ from miles.utils.process_group import join_group, leave_group
 from miles.weight_update.buckets import FlatBucket
 from miles.weight_update.errors import WeightTransferError
 from miles.weight_update.transports.base import WeightTransport
+from miles.weight_update.transports.deliveries import wait_all
 from miles.weight_update.types import EngineEndpoint
 
 Future = concurrent.futures.Future
 
 _group_numbers = itertools.count()
-# After the first failure, how long to wait for the others: a dead engine breaks its peers too, and its own is the story.
-_GRACE_S = 1.0
 _FAREWELL_TIMEOUT_S = 10.0
 
 
@@ -51,8 +50,7 @@ class BroadcastTransport(WeightTransport):
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         super().__init__(args, source, num_sources)
         self.timeout_s: float = args.weight_update_timeout
-        # NCCL refuses two ranks on one GPU, which is where colocated engines are.
-        self.backend = "nccl" if args.train_device == "cuda" and not args.colocate else "gloo"
+        self.backend = "nccl" if args.train_device == "cuda" and not shares_gpus(args) else "gloo"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else None
         self._loop = LoopThread("weight-broadcast")
         self._engines: tuple[EngineEndpoint, ...] = ()
@@ -199,25 +197,9 @@ class BroadcastTransport(WeightTransport):
             )
 
 
-def wait_all(work: dict[str, Future], deadline: float) -> str | None:
-    """Wait for all of `work`; None when it succeeded, else who failed with what, and who did not finish.
-
-    Returns soon after the first failure, and at `deadline` (monotonic seconds).
-    """
-    everything = list(work.values())
-    concurrent.futures.wait(
-        everything, timeout=max(deadline - time.monotonic(), 0), return_when=concurrent.futures.FIRST_EXCEPTION
-    )
-    failed = [f for f in everything if f.done() and f.exception() is not None]
-    if failed:
-        concurrent.futures.wait(everything, timeout=_GRACE_S)
-    problems = []
-    for name, future in work.items():
-        if not future.done():
-            problems.append(f"{name} has not finished")
-        elif (error := future.exception()) is not None:
-            problems.append(f"{name}: {error}")
-    return "; ".join(problems) or None
+def shares_gpus(args: Any) -> bool:
+    """Whether trainer and engines may be on one GPU, where NCCL refuses to have two ranks."""
+    return bool(args.colocate) or getattr(args, "gpus_per_rank", 1.0) < 1
 
 
 def in_thread(function: Callable[[], Any], name: str) -> Future:

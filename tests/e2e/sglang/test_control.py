@@ -56,10 +56,11 @@ def update(servers, trainer, version: int, run=run_update, transfer_of=None, **c
     return asyncio.run(both())
 
 
-def test_an_update_is_verified_on_both_and_changes_what_they_generate(servers, trainer, versions):
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_an_update_is_verified_on_both_and_changes_what_they_generate(servers, trainer, versions, transport):
     trainer.step()
     version = next(versions)
-    outcome = update(servers, trainer, version)
+    outcome = update(servers, trainer, version, update_weight_transfer_mode=transport)
     assert outcome.error is None and outcome.committed == {0, 1} and outcome.verified
     expected = trainer.next_log_probs(PROMPT)
     answers = [server.generate(PROMPT, sampling_params={"max_new_tokens": 1}) for server in servers.values()]

@@ -103,7 +103,7 @@ def test_accepted_forms(field, path, problems):
         ("custom_rm_path", "reward.py:fn", "is not an import path"),
         ("rollout_engine", "fast", "--rollout-engine must be one of sglang, embedded, or an import path, not 'fast'"),
         ("rollout_engine", "no_such_package.launch", "--rollout-engine: no_such_package.launch: no module named"),
-        ("update_weight_transfer_mode", "tcp", "must be one of broadcast, p2p, disk-delta, or an import path"),
+        ("update_weight_transfer_mode", "tcp", "must be one of broadcast, ipc, p2p, disk-delta, or an import path"),
     ],
 )
 def test_refused_paths(field, path, said, problems):

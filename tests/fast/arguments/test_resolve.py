@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles.arguments import make_args, systems
+from miles.arguments import make_args
 from miles.arguments.resolve import FULLY_ASYNC_FUNCTION, ROLLOUT_FUNCTION
 
 
@@ -31,7 +31,7 @@ def test_a_cpu_host(cpu):
 
 def test_a_gpu_host_takes_what_is_built(gpu):
     args = derive()
-    assert (args.train_device, args.train_backend, args.rollout_engine) == ("cuda", "megatron", "embedded")
+    assert (args.train_device, args.train_backend, args.rollout_engine) == ("cuda", "megatron", "sglang")
     assert args.bf16
     args = derive(train_backend="fsdp")
     assert (args.attn_implementation, args.bf16) == ("flash_attention_2", True)
@@ -43,13 +43,35 @@ def test_a_gpu_host_without_megatron_core_trains_with_fsdp(gpu, monkeypatch):
 
 
 def test_a_gpu_host_once_everything_is_built(gpu, monkeypatch):
-    for name in ("sglang-gpu", "offload"):
-        monkeypatch.setitem(systems.SYSTEMS, name, (name, True))
     args = derive(colocate=True)
     assert (args.train_backend, args.rollout_engine) == ("megatron", "sglang")
     assert args.offload_train and args.offload_rollout
     assert (args.lr_decay_style, args.weight_decay, args.adam_beta2) == ("linear", 0.01, 0.999)
     assert derive(colocate=True, offload_train=False).offload_train is False
+
+
+def test_weights_travel_as_handles_where_each_engine_is_on_a_trainers_gpu(gpu):
+    def mode(**fields):
+        return derive(**{"train_backend": "fsdp"} | fields).update_weight_transfer_mode
+
+    assert mode(colocate=True) == mode(colocate=True, actor_num_nodes=2) == "ipc"
+    assert mode(colocate=True, update_weight_transfer_mode="broadcast") == mode() == "broadcast"
+    assert mode(colocate=True, rollout_num_gpus_per_engine=2) == "broadcast"
+    assert mode(colocate=True, train_device="cpu") == "broadcast"
+    assert mode(colocate=True, train_backend="megatron") == "broadcast", "its ranks hold parts of the model"
+    assert mode(colocate=True, train_backend="megatron", actor_num_gpus_per_node=1) == "ipc"
+
+
+def test_sglang_serves_the_type_that_the_trainer_computes_in(gpu, tmp_path):
+    def served(config, **fields):
+        (tmp_path / "config.json").write_text(config)
+        return derive(hf_checkpoint=str(tmp_path), **fields).sglang_dtype
+
+    assert served('{"dtype": "float32"}') == served("{}") == "bfloat16"
+    assert served('{"dtype": "bfloat16"}') is None
+    assert served('{"torch_dtype": "float16"}') is None
+    assert served('{"dtype": "bfloat16"}', train_device="cpu") == "float32"
+    assert served('{"dtype": "float32"}', sglang_dtype="float16") == "float16"
 
 
 def test_what_is_given_is_never_replaced(gpu):

@@ -71,10 +71,15 @@ BROKEN = {
         {"colocate": True, "rollout_num_gpus": 1},
         "the trainer's 2 devices, so --rollout-num-gpus 1 has no effect",
     ),
-    "colocated-gpus": (
-        {"colocate": True, "rollout_num_gpus": None, "train_device": "cuda"},
-        "--colocate on GPUs belongs to memory offload",
+    "offload-takes-turns": (
+        {"driver": "train_async.py", "offload_rollout": True},
+        "drop --offload-train and --offload-rollout",
     ),
+    "released-weights-come-back": (
+        {"offload_rollout": True, "debug_skip_weight_update": True},
+        "set --offload-rollout-level kv_cache",
+    ),
+    "part-of-a-gpu": ({"gpus_per_rank": 0.5}, "--gpus-per-rank 0.5 is for one trainer rank and one engine"),
     "engines-divide": (
         {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
         "--rollout-num-gpus 3 is not a multiple of --rollout-num-gpus-per-engine 2",
@@ -121,7 +126,7 @@ BROKEN = {
         {"check_weight_update_equal": True, "debug_skip_weight_update": True},
         "--check-weight-update-equal compares engines with the trainer after an update",
     ),
-    "sglang-device": ({"rollout_engine": "sglang", "train_device": "cuda"}, "SGLang on GPUs"),
+    "ipc-own-device": ({"update_weight_transfer_mode": "ipc"}, "it needs --colocate"),
     "sglang-pipeline-updates": (
         {"rollout_engine": "sglang", "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2},
         "--sglang-pp-size above 1",

@@ -46,12 +46,22 @@ SESSION = {"/begin_weight_update", "/end_weight_update"}
 
 
 async def test_both_dialects_are_told_apart_by_what_the_server_answers():
-    new = await probe(FakeClient({"version": "0.5.21"}, NEEDED | SESSION))
-    old = await probe(FakeClient({"version": "0.5.17"}, NEEDED))
+    new = await probe(FakeClient({"version": "0.5.21", "device": "cpu"}, NEEDED | SESSION))
+    old = await probe(FakeClient({"version": "0.5.16", "device": "cuda"}, NEEDED))
     assert (new.update_sessions, old.update_sessions) == (True, False)
-    assert new.server == old.server == "sglang" and new.digests == "served"
+    assert new.server == old.server == "sglang"
+    assert (new.digests, old.digests) == ("served", "served-gpu"), "its checker has another digest on a GPU"
     embedded = await probe(FakeClient({"engine": "embedded"}, set()))
     assert (embedded.server, embedded.digests) == ("embedded", "tensor")
+
+
+async def test_memory_is_released_by_servers_that_were_started_for_it():
+    paths = NEEDED | {"/release_memory_occupation", "/resume_memory_occupation"}
+    saver = {"version": "0.5.16", "device": "cuda", "enable_memory_saver": True}
+    assert (await probe(FakeClient(saver, paths))).memory_release
+    assert not (await probe(FakeClient(saver | {"enable_memory_saver": False}, paths))).memory_release
+    assert not (await probe(FakeClient(saver, NEEDED))).memory_release
+    assert (await probe(FakeClient({"engine": "embedded"}, set()))).memory_release
 
 
 async def test_a_server_that_lacks_a_call_is_refused_by_name():

@@ -19,6 +19,7 @@ def make(**changes):
         train_device="cuda",
         debug_rollout_only=False,
         debug_train_only=False,
+        gpus_per_rank=1.0,
     )
     return SimpleNamespace(**base | changes)
 

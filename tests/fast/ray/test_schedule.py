@@ -45,7 +45,9 @@ class Trainer:
 
 
 async def test_a_step_logs_each_metric_once_on_the_axis_where_it_belongs():
-    cluster = Cluster(SimpleNamespace(num_rollout=3))
+    cluster = Cluster(
+        SimpleNamespace(num_rollout=3, debug_rollout_only=False, offload_train=False, offload_rollout=False)
+    )
     rows = []
     cluster.tracker = SimpleNamespace(log=lambda metrics, step_key, step: rows.append((step_key, step, dict(metrics))))
     cluster.progress = SimpleNamespace(phase=lambda name: None, step=lambda *a: None, begin=lambda *a: None)

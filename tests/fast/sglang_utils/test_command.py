@@ -75,13 +75,14 @@ def test_an_option_that_a_run_needs_and_it_lacks_is_named(installation):
         server_options(flags(), installation, {"nccl_port": 1})
 
 
-def test_ranks_on_a_cpu_get_a_core_each_and_no_package_of_this_interpreter(monkeypatch):
+def test_ranks_on_a_cpu_get_a_core_each_and_no_package_of_another_interpreter(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/here")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
-    env = server_environment(flags(train_device="cpu"), None, ranks=3)
+    env = server_environment(flags(train_device="cpu", sglang_python="/opt/other/python"), None, ranks=3)
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4" and env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "PYTHONPATH" not in env
     on_gpu = server_environment(flags(train_device="cuda"), [2, 3], ranks=2)
+    assert on_gpu["PYTHONPATH"] == "/here", "SGLang of this interpreter is found where it is"
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2,3" and "SGLANG_USE_CPU_ENGINE" not in on_gpu
 
 

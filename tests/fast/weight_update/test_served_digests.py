@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from miles.weight_update.served_digests import ServedDigestBuilder, ServedDigests
+from miles.weight_update.tile_hash import tile_hashes
 from miles.weight_update.verification import Problem
 
 EXPERTS = 3
@@ -60,8 +61,12 @@ def served_tensors(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return kept
 
 
-def foretell(tensors: dict[str, torch.Tensor]) -> ServedDigests:
-    builder = ServedDigestBuilder()
+def tile_hash(data: torch.Tensor) -> str:
+    return tile_hashes([[data]])[0]
+
+
+def foretell(tensors: dict[str, torch.Tensor], form: str = "served") -> ServedDigests:
+    builder = ServedDigestBuilder(form)
     for name, tensor in tensors.items():
         builder.add(name, tensor)
     return builder.finish()
@@ -135,3 +140,37 @@ def test_several_senders_make_one_answer(sent, checksums):
     merged = ServedDigests.merged([foretell(first), foretell(second)])
     assert merged is not None and merged.compare(checksums) == []
     assert ServedDigests.merged([]) is None
+
+
+def test_on_a_gpu_the_same_joins_have_another_digest(sent):
+    checksums = {n: tile_hash(t.contiguous().view(-1).view(torch.uint8)) for n, t in served_tensors(sent).items()}
+    assert foretell(sent, "served-gpu").compare(checksums) == []
+    sent["model.layers.0.self_attn.k_proj.weight"][0, 0] += 1e-6
+    (mismatch,) = foretell(sent, "served-gpu").compare(checksums)
+    assert (mismatch.name, mismatch.problem) == ("model.layers.0.self_attn.qkv_proj.weight", Problem.DIFFERENT)
+
+
+def test_a_padded_vocabulary_on_a_gpu():
+    embedding = torch.randn(70, 4)
+    padded = torch.cat([embedding, torch.zeros(58, 4)]).view(-1).view(torch.uint8)
+    sent = {"model.embed_tokens.weight": embedding}
+    assert foretell(sent, "served-gpu").compare({"model.embed_tokens.weight": tile_hash(padded)}) == []
+
+
+# Of random bytes, as SGLang 0.5.16 computed them on an H200: one word, less than a tile, exactly one, many and a rest.
+@pytest.mark.parametrize(
+    ("nbytes", "digest"),
+    [
+        (4, "d8097d9413bc9b31"),
+        (1000, "f24e5e08f748bf13"),
+        (32768, "636b2d513320d9ec"),
+        (1234567, "d943652dc8ca96e6"),
+    ],
+)
+def test_the_digest_is_what_the_gpu_kernel_computes(nbytes, digest, monkeypatch):
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    assert tile_hash(data) == digest
+    monkeypatch.setattr("miles.weight_update.tile_hash._CHUNK_TILES", 3)
+    other = torch.ones(40_000, dtype=torch.uint8)
+    together = tile_hashes([[other], [data[:3], data[3:]], [other]])
+    assert together == [tile_hash(other), digest, tile_hash(other)], "however it is cut, and whatever is beside it"

@@ -1,1 +1,0 @@
-"""TITO sessions: an agent speaks messages, training gets the exact tokens."""

@@ -1,1 +1,0 @@
-"""Hooks of branching sessions, by the import paths that the flags name."""
