@@ -14,6 +14,7 @@ import ray
 from miles.backends.training_utils.backend import TrainParallelConfig
 from miles.ray.engine_fleet import CatchUp, EngineFleet
 from miles.ray.placement import Placement
+from miles.rollout.session.fleet import SessionServers
 from miles.utils.process_logging import redirect_to_log
 from miles.weight_update.types import EngineEndpoint
 
@@ -37,6 +38,7 @@ class RolloutManager:
         redirect_to_log(args.run_dir, "rollout_manager")
         self.args, self.placement = args, placement
         self.fleet: EngineFleet | None = None
+        self.sessions: SessionServers | None = None
         self.parallel: TrainParallelConfig | None = None
         self.published_version = 0
         self._awaiting_training: dict[int, list] = {}  # samples of batches that the trainer has not taken yet
@@ -64,6 +66,9 @@ class RolloutManager:
             await self.fleet.start(version)
             self.pool.models = self.fleet.pools
             args.sglang_model_routers = self.fleet.model_addresses()
+            if args.use_session_server is not None:
+                self.sessions = SessionServers(args, self.pool, ray.util.get_node_ip_address())
+                await self.sessions.start()
             if args.debug_rollout_only:
                 self.fleet.admit([slot.index for slot in self.fleet.slots])
         length = len(self.data_source) if hasattr(self.data_source, "__len__") else None
@@ -86,6 +91,8 @@ class RolloutManager:
         """End every engine and release what the data source holds."""
         from miles.rollout.rm_hub import close_rewards
 
+        if self.sessions is not None:
+            await self.sessions.stop()
         if self.fleet is not None:
             await self.fleet.stop()
         await close_rewards()
@@ -117,6 +124,8 @@ class RolloutManager:
         metrics = compute_rollout_metrics(args, samples, seconds, rollout_id=rollout_id, extra=extra)
         if self.fleet is not None:
             metrics["rollout/engine_restarts"] = float(self.fleet.restarts)
+        if self.sessions is not None:
+            metrics["rollout/session_server_restarts"] = float(self.sessions.restarts)
         refs = [] if args.debug_rollout_only else await asyncio.to_thread(self._shard, rollout_id, samples, metadata)
         self._awaiting_training[rollout_id] = samples
         metrics["perf/rollout_busy_time"] = seconds
@@ -145,6 +154,8 @@ class RolloutManager:
         """Engines that came back while the trainer was ahead of them are caught up now, if they can be."""
         if self.fleet is not None:
             await asyncio.gather(*(self.fleet.refresh(slot.index) for slot in self.fleet.slots))
+        if self.sessions is not None:
+            await self.sessions.sync()
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         from miles.rollout.base_types import RolloutFnEvalInput

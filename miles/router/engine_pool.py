@@ -35,7 +35,7 @@ class EnginePool:
     choice: sampling is seeded by request.
 
     `on_dead(index)` is called once for each death that a request discovers; whoever replaces the engine hands the new
-    client to `set_engine`. Requests that have no engine wait for one.
+    client to `set_engine`. Requests that have no engine wait for one. `on_membership()` is called after every change of who serves.
     """
 
     def __init__(self, args: Any) -> None:
@@ -43,6 +43,7 @@ class EnginePool:
         self.recovery_timeout_s: float = args.engine_start_timeout + args.weight_update_timeout
         self.on_dead: Callable[[int], Any] = lambda index: None
         self.models: dict[str, EnginePool] = {}  # by name, of all models that the run serves (--sglang-config)
+        self.on_membership: Callable[[], Any] = lambda: None
         self._clients: dict[int, EngineClient] = {}
         self._in_flight: dict[int, int] = {}
         self._sticky: OrderedDict[str, int] = OrderedDict()
@@ -63,6 +64,7 @@ class EnginePool:
             self._clients[index] = client
             self._in_flight.setdefault(index, 0)
         self._notify()
+        self.on_membership()
 
     def healthy(self) -> list[int]:
         """Indices of the engines that serve now."""
@@ -107,6 +109,27 @@ class EnginePool:
             return await self.call(send, routing_key)
         except _AbortedWhileWaiting:
             return _aborted_answer(payload)
+
+    async def generate_stream(
+        self, payload: dict[str, Any], routing_key: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """`/generate` as a stream of chunks. Another engine is tried while nothing has come; later the error is raised."""
+        deadline, tries, avoid = time.monotonic() + self.recovery_timeout_s, 0, frozenset[int]()
+        while True:
+            index = await self._pick(routing_key, avoid, deadline)
+            client, begun = self._clients[index], False
+            try:
+                with self._counted(index):
+                    async for chunk in client.generate_stream(_for_try(payload, tries)):
+                        begun = True
+                        yield chunk
+                    return
+            except (EngineUnreachable, EngineTimeout, EngineFailed) as error:
+                dead = not isinstance(error, EngineFailed) and await self._is_dead(index, client, error)
+                tries += 1
+                if begun or (not dead and tries >= _MAX_FAILURES):
+                    raise
+                avoid = frozenset({index})
 
     async def call(self, send: Callable[[EngineClient], Awaitable[T]], routing_key: str | None = None) -> T:
         """Run `send(client)` on some engine, with the retries of `generate`. `send` must be safe to repeat."""

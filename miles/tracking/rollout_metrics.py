@@ -14,6 +14,7 @@ from miles.tracking.sample_metrics import (
     length_metrics,
     outcome_metrics,
     reward_category_metrics,
+    session_metrics,
     speculation_metrics,
     tito_metrics,
     turn_metrics,
@@ -117,6 +118,7 @@ def sample_metrics(args: Any, samples: Sequence[Sample], *, eval: bool = False) 
     metrics |= speculation_metrics(args, samples)
     metrics |= reward_category_metrics(args, samples)
     metrics |= tito_metrics(samples)
+    metrics |= session_metrics(samples)
     return metrics
 
 

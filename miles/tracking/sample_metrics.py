@@ -74,6 +74,18 @@ def tito_metrics(samples: Sequence[Sample]) -> Metrics:
     return out
 
 
+def session_metrics(samples: Sequence[Sample]) -> Metrics:
+    """`session/*`: mean a session of generations, rollbacks, discarded tokens, new roots, conflicts, and spellings of special
+    tokens that were kept as text. Samples of one execution tell of the same session, which counts once."""
+    sessions = {
+        s.execution_id: s.metadata["session"]
+        for s in samples
+        if isinstance(s.metadata, dict) and isinstance(s.metadata.get("session"), dict)
+    }
+    names = sorted({name for facts in sessions.values() for name in facts})
+    return {f"session/{name}": mean(float(facts.get(name, 0)) for facts in sessions.values()) for name in names}
+
+
 def turn_metrics(samples: Sequence[Sample]) -> Metrics:
     """`multi_turn/*` (`--log-multi-turn`): response tokens with and without those of tools, and turns."""
     with_tools = [float(s.response_length) for s in samples]

@@ -65,12 +65,19 @@ def _tokens(template: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def make_family_tokenizer(template: str) -> Any:
-    """A fast tokenizer whose vocabulary is the 256 bytes and the special tokens of the template's family."""
+    """A fast tokenizer of the 256 bytes, a few merges, and the special tokens of the template's family.
+
+    The merges make encoding and decoding no identity: a model that samples bytes is spelled differently by the template.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    vocab = {c: i for i, c in enumerate(alphabet)}
+    merges = [("t", "h"), ("th", "e"), ("a", "n"), ("o", "n"), ("i", "n"), ("e", "r"), ("\u010a", "\u010a"), ("a", "b")]
+    core = Tokenizer(
+        models.BPE(vocab=vocab | {a + b: len(vocab) + i for i, (a, b) in enumerate(merges)}, merges=merges)
+    )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     special, speech = _tokens(template)

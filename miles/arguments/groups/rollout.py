@@ -133,4 +133,13 @@ class MultiTurnArgs:
     custom_agent_function_path: str | None = flag(
         None, "Runs an agent: (base_url, prompt, request_kwargs, metadata).", hook="agent", system="sessions"
     )
-    max_seq_len: int | None = flag(None, "Longest trajectory of an agent, in tokens.", ge=1, system="sessions")
+    agent_timeout: float | None = flag(
+        3600.0,
+        "Seconds that one run of an agent may take; then its sample failed.",
+        gt=0,
+        system="sessions",
+        owner="agent",
+    )
+    max_seq_len: int | None = flag(
+        None, "Longest trajectory of an agent, in tokens.", ge=1, system="sessions", owner="agent"
+    )

@@ -15,19 +15,19 @@ class RouterArgs:
         14400, "Seconds that the router waits for an engine.", ge=1, system="sglang-router"
     )
     use_miles_router: bool = flag(
-        False, "Route through a router process instead of from the rollout manager.", system="sessions"
+        False, "Route through a router process instead of from the rollout manager.", system="miles-router"
     )
-    miles_router_timeout: float | None = flag(None, "Seconds that it waits for an engine.", gt=0, system="sessions")
-    miles_router_max_connections: int | None = flag(None, "Its connections to engines.", ge=1, system="sessions")
+    miles_router_timeout: float | None = flag(None, "Seconds that it waits for an engine.", gt=0, system="miles-router")
+    miles_router_max_connections: int | None = flag(None, "Its connections to engines.", ge=1, system="miles-router")
     miles_router_health_check_failure_threshold: int = flag(
-        3, "Failed health checks after which an engine is dead.", ge=1, system="sessions"
+        3, "Failed health checks after which an engine is dead.", ge=1, system="miles-router"
     )
     use_distributed_post: bool = flag(
-        False, "Send requests from several processes on several nodes.", system="sessions"
+        False, "Send requests from several processes on several nodes.", system="miles-router"
     )
 
 
-@group("Session servers", system="sessions")
+@group("Session servers")
 class SessionArgs:
     use_session_server: str | None = flag(
         None,
@@ -36,17 +36,42 @@ class SessionArgs:
         choices=("v1", "v2"),
         metavar="v1|v2",
     )
-    session_server_ip: str | None = flag(None, "Address that they bind.")
+    session_server_ip: str | None = flag(
+        None, "Address that they bind. Unset: that of the rollout manager's node.", owner="sessions"
+    )
     session_server_port: list[int] | None = flag(
-        None, "One port, or a first and an end (not used): one server for each.", ge=1, le=65535, metavar="PORT"
+        None,
+        "One port, or a first and an end (not used): one server for each. Unset: one server on any free port.",
+        ge=1,
+        le=65535,
+        metavar="PORT",
+        owner="sessions",
     )
     tito_model: str = flag("default", "Model family, for the seams between messages.")
     session_message_matcher: str = flag(
-        "strict", "How a replayed message is recognised: strict, loose_tool_call, role_content_only, or an import path."
+        "strict",
+        "How a replayed message is recognised: strict, loose_tool_call, role_content_only, or an import path.",
+        owner="sessions",
     )
     session_sample_picker_path: str = flag(
-        "miles.rollout.session.v2.picker_hub.drop_retries", "(leaf_samples, session_metadata) -> samples to train."
+        "miles.rollout.session.v2.picker_hub.drop_retries",
+        "(leaf_samples, session_metadata) -> samples to train.",
+        owner="tree-sessions",
+        hook="session_samples",
     )
     session_sample_postprocessor_path: str = flag(
-        "miles.rollout.session.v2.postprocessor_hub.default_postprocess", "The same form, applied last."
+        "miles.rollout.session.v2.postprocessor_hub.default_postprocess",
+        "The same form, applied last.",
+        owner="tree-sessions",
+        hook="session_samples",
     )
+    session_strict_history: bool = flag(
+        False,
+        "Refuse requests that take back a generation (v1) or begin another conversation (v2), instead of counting them.",
+        owner="sessions",
+    )
+    session_idle_timeout: float = flag(
+        7200.0, "Seconds after which a session that nobody uses is dropped.", gt=0, owner="sessions"
+    )
+    session_max_count: int = flag(65536, "Most sessions of one server.", ge=1, owner="sessions")
+    session_max_bytes: int = flag(8 << 30, "Most bytes of history that one server holds.", ge=1, owner="sessions")

@@ -59,6 +59,12 @@ SESSIONS = about(
         Clash("--custom-agent-function-path", lambda a: a.custom_agent_function_path),
         Clash("--use-session-server", _sessions),
     ),
+    excludes(
+        "agents-take-messages",
+        f"--custom-generate-function-path {AGENTIC}",
+        lambda a: a.custom_generate_function_path == AGENTIC,
+        Clash("--apply-chat-template", lambda a: a.apply_chat_template),
+    ),
 )
 
 MULTI_TURN_RULES = about(

@@ -94,7 +94,8 @@ HOOKS: dict[str, Callable[[str, Any], None]] = {
     "post_save": Call(4).check,
     "post_write": Call(3).check,
     "execute_tool": Call(2).check,
-    "agent": Call(4).check,
+    "agent": Call(0, ("base_url", "prompt", "request_kwargs", "metadata")).check,
+    "session_samples": Call(2).check,
 }
 
 
@@ -135,6 +136,14 @@ def rewards(args: Args) -> Iterator[str]:
         yield from reward_problems(args)
 
 
+def sessions(args: Args) -> Iterator[str]:
+    """Family, template, matcher: whatever a session server would find out when it starts."""
+    from miles.rollout.session.validation import session_problems
+
+    if args.use_session_server is not None and not args.debug_train_only:
+        yield from session_problems(args)
+
+
 def eval_hooks(args: Args) -> Iterator[str]:
     """Generate functions that single evaluation datasets name."""
     from miles.rollout.eval_config import load_eval_configs
@@ -158,5 +167,6 @@ RULES = (
     RuleSet("hook-is-callable", broken_hooks),
     RuleSet("engine-or-transport", engine_and_transport),
     RuleSet("reward", rewards),
+    RuleSet("session", sessions),
     RuleSet("eval-hook", eval_hooks),
 )

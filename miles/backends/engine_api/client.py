@@ -114,7 +114,9 @@ class EngineClient:
             async with (
                 asyncio.timeout(timeout),
                 self._http.open_session().post(
-                    what, data=orjson.dumps(payload | {"stream": True}), headers=self._http.headers(admin=False)
+                    what,
+                    data=orjson.dumps(payload | {"stream": True}, option=orjson.OPT_SERIALIZE_NUMPY),
+                    headers=self._http.headers(admin=False),
                 ) as reply,
             ):
                 if reply.status != 200:

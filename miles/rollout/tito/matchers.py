@@ -119,13 +119,22 @@ def _same_fields(stored: Message, replayed: Message, names: tuple[str, ...]) -> 
 
 
 def _calls(message: Message) -> Any:
-    """Tool calls without `index`, which only streams have; None for none."""
+    """Tool calls without what clients add to them; None for none."""
     calls = message.get("tool_calls")
     if not calls:
         return None
-    if not isinstance(calls, list):
-        return calls
-    return [{k: v for k, v in call.items() if k != "index"} if isinstance(call, dict) else call for call in calls]
+    return [_bare(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _bare(call: Any) -> Any:
+    """A call without `index`, which only streams have, and `parsed_arguments`, which OpenAI's client keeps its own reading in."""
+    if not isinstance(call, dict):
+        return call
+    call = {k: v for k, v in call.items() if k != "index"}
+    function = call.get("function")
+    if isinstance(function, dict) and "parsed_arguments" in function:
+        call["function"] = {k: v for k, v in function.items() if k != "parsed_arguments"}
+    return call
 
 
 def _same_call(left: Any, right: Any) -> bool:

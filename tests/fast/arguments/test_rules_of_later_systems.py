@@ -70,6 +70,11 @@ CASES = {
         {"custom_agent_function_path": None},
         "needs --custom-agent-function-path",
     ),
+    "agents-take-messages": (
+        {**AGENTIC, "custom_agent_function_path": "a.b", "use_session_server": "v1"},
+        {"apply_chat_template": True},
+        "does not go together with --apply-chat-template",
+    ),
     "multi-turn-needs-tools": (
         {
             **MULTI_TURN,

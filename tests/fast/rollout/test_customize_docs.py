@@ -44,6 +44,7 @@ async def batch(args, **kwargs):
 def test_every_example_has_the_signature_that_startup_asks_for(examples):
     kinds = {
         "exact_match": "reward", "shortest_wins": "reward", "think_twice": "generate", "run_tool": "execute_tool",
+        "ask_once": "agent",
         "some_but_not_all": "dynamic_filter", "drop_truncated": "sample_filter", "remember": "all_samples",
         "Curriculum": "data_source", "Sums": "data_source", "longest_first": "buffer_filter", "HotStart": "rollout",
         "replay_labels": "rollout", "constant_score": "rollout", "only_positive": "reward_post_process",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.rollout.session.history import HistoryCounts
 from miles.tracking.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
 from miles.utils.types import Failure, PrefixCacheInfo, SpecInfo
 
@@ -12,6 +13,8 @@ from .conftest import trained
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = "train|rollout|perf|contract|eval|passrate|multi_turn|tracking"
+
+_SESSION = {**vars(HistoryCounts()), "generations": 3, "special_text": 0}
 
 
 def documented():
@@ -34,7 +37,7 @@ def test_what_rollouts_and_evaluations_log(args):
     sample = trained(0, version=1, reward={"score": 1.0, "kind": "sum"})
     sample.failure = Failure("reward_none", "None")
     sample.prefix_cache_info, sample.spec_info = PrefixCacheInfo(1, 2), SpecInfo(1, 2, 3, 4)
-    sample.metadata |= {"tito_session_mismatch": [], "round_number": 1}
+    sample.metadata |= {"tito_session_mismatch": [], "round_number": 1, "session": _SESSION}
     args.reward_key, args.log_reward_category = "score", "kind"
     args.log_passrate = args.log_multi_turn = True
     samples = [sample, trained(1, reward={"score": 1.0})]

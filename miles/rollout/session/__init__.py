@@ -1,0 +1,1 @@
+"""TITO sessions: an agent speaks messages, training gets the exact tokens."""

@@ -1,0 +1,1 @@
+"""Hooks of branching sessions, by the import paths that the flags name."""
