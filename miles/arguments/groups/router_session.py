@@ -61,7 +61,7 @@ class SessionArgs:
     )
     session_sample_postprocessor_path: str = flag(
         "miles.rollout.session.v2.postprocessor_hub.default_postprocess",
-        "The same form, applied last.",
+        "(leaf_samples, session_metadata) -> the same samples, applied last.",
         owner="tree-sessions",
         hook="session_samples",
     )
