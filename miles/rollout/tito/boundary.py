@@ -38,6 +38,7 @@ class TitoTokenizer:
         eos_ids: tokens at which the engine stops besides the family's, as generation_config.json has them.
     Attributes:
         stop_ids: tokens at which engines must end a turn.
+        end_ids: tokens with which a turn ends, in a row or in a history.
         append_roles: roles that the probe found to be appended soundly.
     Raises: ValueError when the template is not append-only for a role that the family promises.
     """
@@ -52,8 +53,8 @@ class TitoTokenizer:
         self.encoder = self.template.encoder
         self.stop_ids = self._stop_ids(eos_ids)
         known = self.encoder.special_ids
-        self._end_ids = self.stop_ids | {known[token] for token in family.closes if token in known}
-        closes = {self.encoder.decode([i]) for i in self._end_ids}
+        self.end_ids = self.stop_ids | {known[token] for token in family.closes if token in known}
+        closes = {self.encoder.decode([i]) for i in self.end_ids}
         self._closes = sorted(closes | ({self._usual_close()} - {""}), key=len, reverse=True)
         self._stand_ins: dict[tuple, tuple[list[Message], str]] = {}
         self.suffix_needs_tools = False
@@ -87,7 +88,7 @@ class TitoTokenizer:
                 f"allowed: {', '.join(self.append_roles)}"
             )
         ids = self.encoder.encode(self.suffix_text(last, messages, tools, kwargs))
-        if row_end in self._end_ids and ids:
+        if row_end in self.end_ids and ids:
             return Suffix(ids[1:]) if ids[0] == row_end else Suffix(ids, drop=1)
         return Suffix(ids)
 
@@ -106,7 +107,7 @@ class TitoTokenizer:
         longer = self.template.render([*stand_in, *messages], tools, generation_prompt=generation_prompt, kwargs=kwargs)
         if not longer.startswith(text):
             raise MessageError("the chat template renders an assistant turn differently when messages follow it")
-        return self._close_of(text) + longer[len(text) :]
+        return self.close_of(text) + longer[len(text) :]
 
     def opener(self, kwargs: Mapping[str, Any] | None = None) -> str:
         """What the template writes to begin an assistant turn, `<think>` included where it opens the reasoning."""
@@ -135,7 +136,8 @@ class TitoTokenizer:
         rest = text.rpartition(_CLOSING_MARK)[2]
         return next((s for s in self.encoder.special_ids if rest.lstrip().startswith(s)), "")
 
-    def _close_of(self, text: str) -> str:
+    def close_of(self, text: str) -> str:
+        """What ends the last message of a rendered text, blanks included; empty where nothing does."""
         for close in self._closes:
             at = text.rfind(close)
             if at >= 0 and not text[at + len(close) :].strip():

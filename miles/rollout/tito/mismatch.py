@@ -79,10 +79,11 @@ class MismatchComparator:
         Raises: MessageError when the template refuses the messages.
         """
         text = self.tito.template.render(messages, tools, generation_prompt=False, kwargs=kwargs, sampled=sampled)
+        text = text[: len(text) - len(self.tito.close_of(text))]
         if resume is None or _digest(text[: resume.text_end]) != resume.text_hash:
             resume = Checkpoint(0, _digest(""), 0, 0, ())
         expected = self._split(self._stripped(self.encoder.encode(text[resume.text_end :])))
-        actual = self._split(self._stripped(list(row[resume.row_end :])))
+        actual = self._split(self._without_end(self._stripped(list(row[resume.row_end :]))))
         if [s.boundary for s in expected] != [s.boundary for s in actual]:
             return [*resume.found, self._count_entry(expected, actual)], resume
         found = self._differences(expected, actual, resume.segments)
@@ -126,6 +127,10 @@ class MismatchComparator:
         while end and ids[end - 1] in self._trailing:
             end -= 1
         return ids[:end]
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """How the last turn ended is not compared: it may have been cut off, or have ended otherwise than in a history."""
+        return ids[:-1] if ids and ids[-1] in self.tito.end_ids else ids
 
     def _split(self, ids: list[int]) -> list[_Segment]:
         cuts = sorted({0, len(ids)} | {c for i, t in enumerate(ids) if t in self._boundaries for c in (i, i + 1)})

@@ -143,7 +143,7 @@ def _problem(tokenizer: TitoTokenizer, case: Case) -> str | None:
         suffix = tokenizer.suffix_text(case.history[-1], case.messages, case.tools)
     except MessageError as error:
         return f"no suffix could be made ({error})"
-    close = tokenizer._close_of(before)
+    close = tokenizer.close_of(before)
     if before[: len(before) - len(close)] + suffix != whole:
         return "history and suffix are not what the template writes for the whole"
     return None

@@ -50,7 +50,7 @@ def test_row_and_suffix_are_the_whole_conversation(family, template):
             )
         except MessageError:
             continue  # the template has no such conversation
-        close = t._close_of(before)
+        close = t.close_of(before)
         row = t.encoder.encode(before[: len(before) - len(close)])
         stops = [close.strip()] if close else [s for s in FAMILIES[family].stops if s in t.encoder.special_ids]
         for stop in [
@@ -182,7 +182,7 @@ def _conversation(t: TitoTokenizer, turns: int) -> tuple[list[int], list[dict], 
     for i in range(turns):
         said = {"role": "assistant", "content": f"a{i}"}
         before = t.template.render([*messages, said], generation_prompt=False)
-        close = t._close_of(before)
+        close = t.close_of(before)
         answer = t.encoder.encode(before[: len(before) - len(close)])[len(row) :]
         sampled.add(len(messages))
         messages.append(said)
@@ -256,6 +256,15 @@ def test_comparing_in_steps_finds_what_comparing_at_once_finds(family, monkeypat
             break
     assert found == whole and any(e["type"] == "assistant_text" for e in found)
     assert encoded[0] < 160  # the last step reads the last turn, not the conversation
+
+
+def test_how_the_last_turn_ended_is_not_compared():
+    """Cut off at its limit, at a stop string, or with the other stop token: neither template nor seam is to blame."""
+    t = tito("qwen25")
+    row, messages, sampled = _conversation(t, 2)
+    compare = MismatchComparator(t).compare
+    for ended in (row[:-1], [*row[:-1], id_of(t, "<|endoftext|>")], row):
+        assert compare(ended, messages, sampled=sampled)[0] == []
 
 
 def test_sampled_special_tokens_are_the_model_own():
