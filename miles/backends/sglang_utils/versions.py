@@ -9,7 +9,7 @@ from typing import Any
 
 from miles.backends.sglang_utils.installation import Installation
 
-# Releases whose server was run with this package: (first, last). Others may well work, and are told.
+# Releases whose API is known here: (first, last). Others may well work, and are told.
 TRIED = ((0, 5, 16), (0, 5, 23))
 
 
@@ -50,14 +50,14 @@ def lacking(args: Any, installation: Installation) -> Iterator[str]:
 
 
 def untried(installation: Installation) -> str | None:
-    """What to say about a release that this package was not run with; None for one that it was."""
+    """What to say about a release whose API nobody here has looked at; None for one that is known."""
     found = release(installation.version)
     first, last = (".".join(map(str, each)) for each in TRIED)
     if found is not None and TRIED[0] <= found <= TRIED[1]:
         return None
     what = "of unknown version" if found is None else "older" if found < TRIED[0] else "newer"
     return (
-        f"SGLang {installation.version} ({installation.python}) is {what}; this package was run with {first} to {last}. "
+        f"SGLang {installation.version} ({installation.python}) is {what}; its API is known from {first} to {last}. "
         "Options that it lacks are refused, and each update is verified; look at the first steps' metrics"
     )
 
