@@ -64,14 +64,14 @@ def save_state(state: TrainState, directory: Path, args: Any) -> None:
     """
     kept = not getattr(args, "no_save_optim", False)
     check_room(_local_bytes(state, with_optimizer=kept), directory)
-    on_every_rank(lambda: _write(state, directory, with_optimizer=kept), directory)
+    on_every_rank(lambda: write_weights(state.chunks, directory, state.optimizer if kept else None), directory)
     if state.copies.moving_reference is not None:
         folder = directory / _REFERENCE
         if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
         with state.copies.weights("ref"):
-            on_every_rank(lambda: _write(state, folder, with_optimizer=False), folder)
+            on_every_rank(lambda: write_weights(state.chunks, folder), folder)
 
     kind = _optimizer_kind(state.optimizer) if kept else "left out"
 
@@ -102,15 +102,19 @@ def load_state(state: TrainState, directory: Path, args: Any) -> None:
         )
     check_same_model(saved, state.identity, directory, args.hf_checkpoint)
     finetune = bool(getattr(args, "finetune", False))
+    if not finetune and not (directory / _SCHEDULE).is_file():
+        raise CheckpointError(
+            f"{directory} has weights alone, as a conversion writes them: --finetune starts from them"
+        )
     with_optimizer = not (finetune or getattr(args, "no_load_optim", False))
     if with_optimizer:
         _check_optimizer(saved["optimizer"], _optimizer_kind(state.optimizer), directory)
-    _read(state, directory, with_optimizer=with_optimizer)
+    read_weights(state.chunks, directory, state.optimizer if with_optimizer else None)
     if not with_optimizer:
         state.optimizer.reload_model_params()
     if state.copies.moving_reference is not None and (directory / _REFERENCE).is_dir():
         own = take_shards(state.chunks)
-        _read(state, directory / _REFERENCE, with_optimizer=False)
+        read_weights(state.chunks, directory / _REFERENCE)
         state.copies.fixed["ref"] = take_shards(state.chunks)
         state.copies.put_back(own)
     if finetune:
@@ -128,33 +132,32 @@ def load_state(state: TrainState, directory: Path, args: Any) -> None:
 # ---- the sharded state -----------------------------------------------------------------------------------------------
 
 
-def _write(state: TrainState, directory: Path, *, with_optimizer: bool) -> None:
+def write_weights(chunks: Sequence[Any], directory: Path, optimizer: Any = None) -> None:
+    """Write the model, and the optimizer if it is given, below `directory`. Collective."""
     # Results of the writers come back to this process: the queue of a manager process, which megatron-core would start for
     # a writer in the background, and which imports the program anew, is not needed.
     filesystem_async._results_queue = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _replicas())
-    dist_checkpointing.save(_sharded(state, with_optimizer=with_optimizer), str(directory), strategy)
+    dist_checkpointing.save(_sharded(chunks, optimizer), str(directory), strategy)
 
 
 @torch.no_grad()
-def _read(state: TrainState, directory: Path, *, with_optimizer: bool) -> None:
+def read_weights(chunks: Sequence[Any], directory: Path, optimizer: Any = None) -> None:
+    """Fill the model, and the optimizer if it is given, from what any layout wrote. Collective."""
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(directory)), _replicas())
-    wanted = _sharded(state, with_optimizer=with_optimizer, loading=True)
-    loaded = dist_checkpointing.load(wanted, str(directory), strategy)
-    for key, chunk in _named_chunks(state.chunks):
+    loaded = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(directory), strategy)
+    for key, chunk in _named_chunks(chunks):
         unwrap_model(chunk).load_state_dict(loaded[key])
-    if with_optimizer:
-        with _steps_of_torch_adam(state.optimizer):
-            state.optimizer.load_state_dict(loaded["optimizer"])
+    if optimizer is not None:
+        with _steps_of_torch_adam(optimizer):
+            optimizer.load_state_dict(loaded["optimizer"])
 
 
-def _sharded(state: TrainState, *, with_optimizer: bool, loading: bool = False) -> dict[str, Any]:
-    sharded: dict[str, Any] = {
-        key: unwrap_model(chunk).sharded_state_dict() for key, chunk in _named_chunks(state.chunks)
-    }
-    if with_optimizer:
-        options = {"metadata": _RESHARDABLE} if _is_distributed(state.optimizer) else {}
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=loading, **options)
+def _sharded(chunks: Sequence[Any], optimizer: Any, *, loading: bool = False) -> dict[str, Any]:
+    sharded: dict[str, Any] = {key: unwrap_model(chunk).sharded_state_dict() for key, chunk in _named_chunks(chunks)}
+    if optimizer is not None:
+        options = {"metadata": _RESHARDABLE} if _is_distributed(optimizer) else {}
+        sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=loading, **options)
     return sharded
 
 
