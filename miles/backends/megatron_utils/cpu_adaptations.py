@@ -12,9 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +32,6 @@ _FACTORIES = (
     "zeros_like",
     "ones_like",
 )
-_PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
 
 _installed = False
 
@@ -55,7 +51,6 @@ def install() -> None:
     if torch.cuda.is_available():
         raise AdaptationError("this process sees a GPU: megatron-core runs there as it is, and is not adapted to a CPU")
     _check_version()
-    _stand_in_for_triton()
     replacements = [*_cuda_replacements(), *_tensor_replacements(), *_megatron_replacements()]
     missing = [f"{_name(owner)}.{name}" for owner, name, _ in replacements if not hasattr(owner, name)]
     if missing:
@@ -80,15 +75,6 @@ def _check_version() -> None:
         raise AdaptationError(
             f"megatron-core {version} was not tested on a CPU: install one of {', '.join(TESTED_VERSIONS)}, or use a GPU"
         )
-
-
-def _stand_in_for_triton() -> None:
-    """From 0.17 on one module imports triton without need; without it, nothing that trains would import."""
-    if importlib.util.find_spec("triton") is None:
-        module: Any = types.ModuleType(_PAGED_STASH)
-        module.GLOBAL_BLOCK_SIZE = 1024
-        module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
-        sys.modules[_PAGED_STASH] = module
 
 
 class _Stream:

@@ -61,6 +61,11 @@ def _checkpoint_names(layer: Any, config: Any) -> dict[str, str]:
             names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
     else:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if layer.mlp.module is MLP:
+    if _is_dense(layer.mlp):
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names
+
+
+def _is_dense(mlp: Any) -> bool:
+    """Whether a layer's MLP has no experts: a spec names its class; from megatron-core 0.19 on it is a partial of its maker."""
+    return mlp.module is MLP if hasattr(mlp, "module") else getattr(mlp.func, "__self__", None) is MLP
