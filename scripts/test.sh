@@ -16,6 +16,7 @@ ensure_venv "$venv" cpu,tasks,tracking,gguf,megatron,dev
 export PATH="$(cd "$venv/bin" && pwd):$PATH"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+python scripts/fetch_chat_templates.py
 ruff check .
 ruff format --check .
 mypy

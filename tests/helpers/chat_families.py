@@ -1,8 +1,7 @@
 """Real chat templates of model families, with a byte-level tokenizer that has their real special tokens.
 
 The seams between messages depend on special tokens and newlines only, so a small vocabulary shows them as a large one does.
-The templates in `tests/data/chat_templates` are the model makers' own, as llama.cpp (MIT) collects them in
-`models/templates`.
+The templates are the model makers' own; `scripts/fetch_chat_templates.py` brings them to `build/chat_templates`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+TEMPLATES = Path(__file__).parents[2] / "build" / "chat_templates"
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _SPEECH = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -85,5 +84,7 @@ def make_family_tokenizer(template: str) -> Any:
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in speech])
     bos = "<｜begin▁of▁sentence｜>" if "DeepSeek" in template else None
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[0], bos_token=bos)
+    if not TEMPLATES.is_dir():
+        raise FileNotFoundError(f"{TEMPLATES} is missing: run scripts/fetch_chat_templates.py once")
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return tokenizer
