@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
 venv="${MILES_SCRIPT_VENV:-.venv-nightly}"
-ensure_venv "$venv" cpu,tasks,tracking,gguf,jobs,dev
+ensure_venv "$venv" cpu,tasks,tracking,gguf,jobs,megatron,dev
 if [ -z "${MILES_TEST_SGLANG_PYTHON:-}" ]; then
     sglang="${MILES_SCRIPT_SGLANG_VENV:-.venv-sglang}"
     bash scripts/install_sglang_cpu.sh "$sglang"
@@ -21,4 +21,5 @@ fi
 export PATH="$(cd "$venv/bin" && pwd):$PATH"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+python -m pytest -q tests/fast -m nightly --durations=25 "$@"
 python -m pytest -q tests/e2e --durations=25 "$@"

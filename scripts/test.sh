@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every check and every test: style, layers, the fast tests, then real Ray runs on the CPU. The first failure ends it.
+# Style, layers, the fast tests, then real Ray runs on the CPU. The first failure ends it. Tests marked `nightly`, which take long
+# on two cores, are left to scripts/nightly.sh.
 #
 #   bash scripts/test.sh [pytest options, e.g. -x -k resume]
 #
@@ -21,9 +22,9 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-python -m pytest -q tests/fast -n "${MILES_SCRIPT_TEST_WORKERS:-2}" --dist loadfile "$@"
+python -m pytest -q tests/fast -m "not nightly" -n "${MILES_SCRIPT_TEST_WORKERS:-2}" --dist loadfile "$@"
 if [ -n "${MILES_SCRIPT_TEST_SGLANG:-}" ]; then
     bash scripts/install_sglang_cpu.sh
     python -m pytest -q tests/e2e/sglang/test_parity.py tests/e2e/sglang/test_control.py "$@"
 fi
-python -m pytest -q tests/e2e --ignore tests/e2e/sglang "$@"
+python -m pytest -q tests/e2e -m "not nightly" --ignore tests/e2e/sglang "$@"

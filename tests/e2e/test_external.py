@@ -12,6 +12,8 @@ from miles.backends.engine_api.client import EngineClient
 from miles.backends.engine_api.launcher import wait_ready
 from miles.utils.process import terminate
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def engines(model_dir, tmp_path):

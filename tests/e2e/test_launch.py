@@ -8,6 +8,8 @@ import pytest
 
 from tests.e2e.harness import processes_of
 
+pytestmark = pytest.mark.nightly
+
 LAUNCH = "scripts/launch.py"
 
 

@@ -22,8 +22,11 @@ def note_save(args, rollout_id, checkpoint_dir, hf_checkpoint_dir):
     "layout",
     [
         {"tensor_model_parallel_size": 2, "use_kl_loss": True, "kl_loss_coef": 0.1},
-        {"pipeline_model_parallel_size": 2},
-        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True},
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["tp2", "pp2", "ep2"],
 )
@@ -40,6 +43,7 @@ def test_three_steps_train_and_every_update_is_verified(flags, launch, tmp_path,
     assert processes_of(run.run_dir) == []
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_equals_an_uninterrupted_one(flags, launch, tmp_path):
     options = SMALL | {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "save_interval": 1}
     hook = {"custom_megatron_post_save_hook_path": "tests.e2e.test_megatron.note_save"}

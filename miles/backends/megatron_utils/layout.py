@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from miles.backends.megatron_utils.platform import Platform
 from miles.backends.training_utils.backend import TrainParallelConfig
 from miles.utils.seeds import derive_seed
+
+_groups: list[Any] = []  # process groups of the present layout
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,6 @@ def initialize(args: Any, platform: Platform) -> Layout:
     Dropout differs between the tensor-parallel shares of a sequence and agrees where they hold the same values.
     Raises: ValueError for a layout that the world cannot hold.
     """
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
     tensor, pipeline = _size(args, "tensor"), _size(args, "pipeline")
     expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or tensor
     world = dist.get_world_size()
@@ -77,9 +78,9 @@ def initialize(args: Any, platform: Platform) -> Layout:
             "gloo cannot: set --expert-tensor-parallel-size 1 on a CPU"
         )
     virtual = virtual_stages(args)
-    parallel_state.initialize_model_parallel(
-        tensor,
-        pipeline,
+    make_groups(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=_size(args, "context"),
         expert_model_parallel_size=_size(args, "expert"),
@@ -92,6 +93,23 @@ def initialize(args: Any, platform: Platform) -> Layout:
     seed = derive_seed(getattr(args, "seed", 0), "megatron", layout.pp_rank, layout.dp_rank) % 2**31
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return layout
+
+
+def make_groups(**sizes: Any) -> None:
+    """megatron-core's groups, after the end of those of an earlier layout. Collective.
+
+    megatron-core only forgets its groups, and every group of gloo has threads that wake a hundred times a second.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    gc.collect()  # models and optimizers of the earlier layout hold its groups
+    while _groups:
+        dist.destroy_process_group(_groups.pop())
+    before = len(_world.pg_map)
+    parallel_state.initialize_model_parallel(**sizes)
+    _groups.extend(list(_world.pg_map)[before:])
 
 
 def virtual_stages(args: Any) -> int:

@@ -17,6 +17,8 @@ from tests.fast.megatron_utils.jobs import CP, EP, PP, TP
 from tests.fast.megatron_utils.test_training import DISTRIBUTED, ETP1, SP, make_args
 from tests.helpers.gloo_world import World
 
+pytestmark = pytest.mark.nightly
+
 BATCHES = [make_batch(0), make_batch(1), make_batch(2)]
 
 

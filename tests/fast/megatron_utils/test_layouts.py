@@ -10,6 +10,8 @@ from tests.benchmarks import gradient_invariance as invariance
 from tests.fast.megatron_utils.jobs import CP, EP, PP, TP, gradients
 from tests.helpers.gloo_world import World
 
+pytestmark = pytest.mark.nightly
+
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SP, ETP1 = {"sequence_parallel": True}, {"expert_tensor_parallel_size": 1}
 # On four ranks: what is left over is data parallelism.

@@ -15,6 +15,8 @@ from tests.fast.megatron_utils import jobs
 from tests.fast.megatron_utils.jobs import CP, EP, PP, TP
 from tests.helpers.gloo_world import World
 
+pytestmark = pytest.mark.nightly
+
 SP, ETP1, DISTRIBUTED = (
     {"sequence_parallel": True},
     {"expert_tensor_parallel_size": 1},

@@ -22,22 +22,22 @@ def built(directory: str, layout: Layout, **flags: Any) -> Any:
     from miles.backends.megatron_utils.platform import choose_platform
 
     platform = choose_platform("cpu")
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from miles.backends.megatron_utils.layout import make_groups
     from miles.backends.megatron_utils.model import build_model
     from miles.backends.megatron_utils.model_description import describe_model
     from miles.backends.megatron_utils.weights.checkpoint_files import HFDirectory
     from miles.backends.megatron_utils.weights.loading import load_weights
     from miles.backends.megatron_utils.weights.plan import plan_weights
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        layout.get("tp", 1),
-        layout.get("pp", 1),
+    make_groups(
+        tensor_model_parallel_size=layout.get("tp", 1),
+        pipeline_model_parallel_size=layout.get("pp", 1),
         virtual_pipeline_model_parallel_size=layout.get("vpp"),
         expert_model_parallel_size=layout.get("ep", 1),
         expert_tensor_parallel_size=layout.get("etp", 1),
+        create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(1)
     args = SimpleNamespace(**flags)
