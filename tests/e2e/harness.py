@@ -30,8 +30,12 @@ class Finished:
         return {row["step"]: row[key] for row in self.rows if key in row}
 
     def reproducible_rows(self) -> list[dict]:
-        """Everything that must be the same, bit for bit, in an equal run: all but wall-clock."""
-        return [{k: v for k, v in row.items() if k != "_time" and not k.startswith("perf/")} for row in self.rows]
+        """Everything that must be the same, bit for bit, in an equal run: all but wall-clock.
+
+        A resumed run has a first weight update of its own, whose row holds nothing but seconds: rows without a value are left out.
+        """
+        kept = [{k: v for k, v in row.items() if k != "_time" and not k.startswith("perf/")} for row in self.rows]
+        return [row for row in kept if row.keys() - {"step", "step_key"}]
 
     def check(self) -> Finished:
         if self.returncode != 0:
