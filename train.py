@@ -14,14 +14,14 @@ async def train(args) -> None:
         if args.num_rollout == 0 and args.eval_interval is not None:  # evaluation only
             await cluster.evaluate(cluster.start_rollout_id)
         for step in cluster.steps():
-            if cluster.eval_before_train_is_due(step):
+            if cluster.due.evaluate_before_train(step):
                 await cluster.evaluate(step)
             batch = await cluster.generate(step)
             await cluster.train(step, batch)
-            if cluster.save_is_due(step):
+            if cluster.due.save(step):
                 await cluster.save(step)
             await cluster.update_weights(step)
-            if cluster.eval_is_due(step):
+            if cluster.due.evaluate(step):
                 await cluster.evaluate(step)
         cluster.summarize()
 

@@ -16,7 +16,10 @@ import ray
 from miles.backends.engine_api.topology import plan_engines
 from miles.backends.training_utils.checkpoint import CheckpointStore
 from miles.ray.coordinator import RemoteWeightUpdateCoordinator
+from miles.ray.intervals import Intervals
+from miles.ray.memory_turns import MemoryTurns
 from miles.ray.placement import Placement, connect_ray, demand_of
+from miles.ray.refs import answer
 from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
 from miles.ray.train_group import TrainGroup
 from miles.tracking.progress import Progress
@@ -52,8 +55,6 @@ class Cluster:
         self._not_rays: set[ProcessId] = set()  # children from before Ray: a tracker's, say
         self._pending: dict[int, asyncio.Task[RolloutBatch]] = {}
         self._startup = Laps(since=process_start())
-        # Which side has the memory of devices that both use. The trainer loads last.
-        self._trainers_turn = not args.debug_rollout_only
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ class Cluster:
         parts = ["engines"] * (not args.debug_train_only) + ["trainer"] * (not args.debug_rollout_only)
         self.progress.status(f"starting {' and '.join(parts)}")
         self.manager = RemoteRolloutManager.options(num_cpus=0, max_concurrency=64).remote(args, self.placement)
-        started = asyncio.ensure_future(_future(self.manager.start.remote()))
+        started = asyncio.ensure_future(answer(self.manager.start.remote()))
         if not args.debug_rollout_only:
             self.trainer = TrainGroup(args, self.placement)
             if args.offload_rollout:  # engines size themselves by the memory that they find
@@ -101,6 +102,8 @@ class Cluster:
         self._startup.lap("trainer" if args.offload_rollout else "engines_and_trainer")
         self._count_rollouts(facts["dataset_length"])
         await self._restore()
+        self.due = Intervals(args, self.start_rollout_id, self.num_rollout, self.rollouts_per_epoch)
+        self._turns = MemoryTurns(args, self.manager, self.trainer, self._while_trainer_lives, self._timed)
         if self._updates_weights:
             assert self.trainer is not None
             self.coordinator = RemoteWeightUpdateCoordinator.options(num_cpus=0, max_concurrency=16).remote(
@@ -163,7 +166,7 @@ class Cluster:
             self.progress.close()
         if self.manager is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError, asyncio.CancelledError):
-                await asyncio.wait_for(_future(self.manager.stop.remote()), STOP_TIMEOUT_S)
+                await asyncio.wait_for(answer(self.manager.stop.remote()), STOP_TIMEOUT_S)
         actors = [self.manager, self.coordinator, *(self.trainer.actors if self.trainer else [])]
         for actor in filter(None, actors):
             with contextlib.suppress(Exception):
@@ -229,7 +232,7 @@ class Cluster:
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """One batch of trajectories, planned and sharded."""
-        await self._to_engines()
+        await self._turns.to_engines()
         with self._timed("train_wait"):
             pending = self._pending.pop(rollout_id, None) or self._generate(rollout_id)
             batch = await self._while_trainer_lives(pending)
@@ -268,7 +271,7 @@ class Cluster:
         self._log(batch.metrics, "rollout/step", rollout_id)
         if self.trainer is None:  # --debug-rollout-only
             return
-        await self._to_trainer()
+        await self._turns.to_trainer()
         with self._timed("train"):
             steps = await self.trainer.train(batch)
         batch.data_ref.clear()
@@ -286,28 +289,26 @@ class Cluster:
         """Bring the engines to the trainer's weights, verified; the weight version grows by one."""
         if not self._updates_weights:
             return
-        await self._to_trainer()
-        await self._give_back(keep_weights=True)
-        await self._resume_engines(weights_only=True)
+        await self._turns.to_update()
         with self._timed("update_weights"):
-            metrics = await self._while_trainer_lives(_future(self.coordinator.update.remote()))
-        await self._to_engines()
+            metrics = await self._while_trainer_lives(answer(self.coordinator.update.remote()))
+        await self._turns.to_engines()
         if rollout_id is None:
             self._startup.lap("first_update")
         else:
             self._log(metrics, "rollout/step", rollout_id)
 
     async def evaluate(self, rollout_id: int) -> None:
-        await self._to_engines()
+        await self._turns.to_engines()
         with self._timed("eval"):
-            metrics = await self._while_trainer_lives(_future(self.manager.evaluate.remote(rollout_id)))
+            metrics = await self._while_trainer_lives(answer(self.manager.evaluate.remote(rollout_id)))
         self._log(metrics, "eval/step", self.tracker.compute_rollout_step(rollout_id))
 
     async def save(self, rollout_id: int) -> None:
         """One checkpoint of everything, whole or absent, and the Hugging Face export when asked for."""
         if self.trainer is None:
             return
-        await self._to_trainer()
+        await self._turns.to_trainer()
         args = self.args
         with self._timed("save"):
             if args.save:
@@ -330,72 +331,3 @@ class Cluster:
         self.progress.close()
         self.tracker.close()
         summarize(self.args.run_dir)
-
-    # ---- taking turns on shared devices ----------------------------------------------------------------------------
-
-    async def _to_trainer(self) -> None:
-        """The trainer has the devices' memory; engines are idle, and keep only what they cannot give back."""
-        if self._trainers_turn:
-            return
-        self._trainers_turn = True
-        if self.args.offload_rollout:
-            with self._timed("release_engines"):
-                await self._while_trainer_lives(_future(self.manager.release_engines.remote()))
-        if self.args.offload_train and self.trainer is not None:
-            with self._timed("wake_trainer"):
-                await self.trainer.wake()
-
-    async def _to_engines(self) -> None:
-        """The engines have it, all of it."""
-        if not self._trainers_turn:
-            return
-        self._trainers_turn = False
-        await self._give_back(keep_weights=False)
-        await self._resume_engines(weights_only=False)
-
-    async def _give_back(self, *, keep_weights: bool) -> None:
-        if self.args.offload_train and self.trainer is not None:
-            with self._timed("sleep_trainer"):
-                await self.trainer.sleep(keep_weights=keep_weights)
-
-    async def _resume_engines(self, *, weights_only: bool) -> None:
-        if self.args.offload_rollout:
-            with self._timed("resume_engines"):
-                await self._while_trainer_lives(_future(self.manager.resume_engines.remote(weights_only)))
-
-    # ---- when ------------------------------------------------------------------------------------------------------
-
-    def save_is_due(self, rollout_id: int) -> bool:
-        """Every `--save-interval` rollouts, at an epoch's end, at the last one, and when the sentinel file exists."""
-        args = self.args
-        if not (args.save or args.save_hf):
-            return False
-        sentinel = args.save_trigger_sentinel
-        if sentinel and Path(sentinel).exists():
-            return True
-        last = self.num_rollout - 1
-        return is_due(rollout_id, args.save_interval, self.rollouts_per_epoch if args.num_epoch else None, last)
-
-    def eval_is_due(self, rollout_id: int) -> bool:
-        per_epoch = self.rollouts_per_epoch if self.args.num_epoch else None
-        return is_due(rollout_id, self.args.eval_interval, per_epoch, None)
-
-    def eval_before_train_is_due(self, rollout_id: int) -> bool:
-        first = rollout_id == self.start_rollout_id
-        return first and self.args.eval_interval is not None and not self.args.skip_eval_before_train
-
-    def update_is_due(self, rollout_id: int) -> bool:
-        return (rollout_id + 1) % self.args.update_weights_interval == 0
-
-
-def is_due(rollout_id: int, interval: int | None, per_epoch: int | None, last: int | None) -> bool:
-    """Whether a periodic action falls on this rollout (counted from 0, so that rollout `interval - 1` is the first)."""
-    if interval is None:
-        return False
-    if last is not None and rollout_id == last:
-        return True
-    return (rollout_id + 1) % interval == 0 or (per_epoch is not None and (rollout_id + 1) % per_epoch == 0)
-
-
-async def _future(ref: Any) -> Any:
-    return await ref

@@ -19,6 +19,7 @@ from miles.backends.embedded_engine.prompt_outputs import route_table, score_pro
 from miles.backends.embedded_engine.request import Request, finish_abort, finish_length
 from miles.backends.embedded_engine.sampler import SamplingBatch, sample, top_logprobs
 
+_PREFILLS_IN_A_ROW = 8  # prefill steps that requests which decode wait for at most, however long the queue is
 _SIBLING_TOKENS = 32  # requests that share this many first tokens wait for the first of them to fill the cache
 
 
@@ -51,6 +52,7 @@ class Scheduler:
         self._sampling: SamplingBatch | None = None  # of `running`; None when the list has changed
         self._prefill_space = Workspace()
         self._decode_next = False
+        self._prefills = 0  # since the last decode step
         self.generated_tokens = 0
         self.steps = 0
 
@@ -118,11 +120,13 @@ class Scheduler:
     def step(self) -> bool:
         """Compute one batch, prefill before decode; False when there was nothing to do."""
         self._admit()
-        prefill = bool(self.prefilling) and not (self._decode_next and self.running)
+        decode_next = self._decode_next or self._prefills >= _PREFILLS_IN_A_ROW
         self._decode_next = False
-        if prefill:
+        if self.prefilling and not (decode_next and self.running):
+            self._prefills += 1
             self._prefill()
         elif self.running:
+            self._prefills = 0
             self._decode()
         else:
             return False

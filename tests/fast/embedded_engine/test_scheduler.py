@@ -56,6 +56,18 @@ def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(model_dirs):
     assert len(short.output_ids) >= 6
 
 
+def test_a_queue_that_never_ends_does_not_stop_those_that_decode(model_dirs):
+    scheduler = make_scheduler(model_dirs["qwen3"], chunked_prefill_size=32)
+    decoding = make_request(prompt(20), max_new_tokens=6)
+    scheduler.add(decoding)
+    steps(scheduler, 1)
+    for seed in range(60):
+        scheduler.add(make_request(prompt(32, seed=seed + 1), max_new_tokens=0))
+    steps(scheduler, 50)
+    assert scheduler.waiting or scheduler.prefilling, "the queue was to outlast the request"
+    assert len(decoding.output_ids) == 6
+
+
 def test_versions_are_stamped_token_by_token(scheduler):
     scheduler.weight_version = "3"
     request = make_request(prompt(10), max_new_tokens=9)

@@ -6,25 +6,45 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles.ray.cluster import Cluster, is_due
+from miles.ray.cluster import Cluster
+from miles.ray.intervals import Intervals
+from miles.ray.memory_turns import MemoryTurns
 from miles.ray.rollout_manager import RolloutBatch
 from miles.ray.train_group import TrainerDied, _root_cause
 
 
+def due(num_rollout=10, rollouts_per_epoch=None, **args) -> Intervals:
+    defaults = dict(save="here", save_hf=None, save_trigger_sentinel=None, save_interval=None, eval_interval=None)
+    defaults |= dict(skip_eval_before_train=False, update_weights_interval=1, num_epoch=None)
+    return Intervals(SimpleNamespace(**defaults | args), 2, num_rollout, rollouts_per_epoch)
+
+
 def test_interval_counts_finished_rollouts():
-    assert [r for r in range(10) if is_due(r, 4, None, None)] == [3, 7]
+    assert [r for r in range(10) if due(eval_interval=4).evaluate(r)] == [3, 7]
+    assert [r for r in range(10) if due(update_weights_interval=4).update(r)] == [3, 7]
 
 
-def test_the_last_rollout_is_due_when_asked_for():
-    assert [r for r in range(6) if is_due(r, 4, None, 5)] == [3, 5]
+def test_the_last_rollout_is_saved():
+    assert [r for r in range(6) if due(6, save_interval=4).save(r)] == [3, 5]
 
 
 def test_epoch_ends_are_due():
-    assert [r for r in range(6) if is_due(r, 100, 3, None)] == [2, 5]
+    assert [r for r in range(6) if due(6, 3, num_epoch=2, eval_interval=100).evaluate(r)] == [2, 5]
+    assert [r for r in range(6) if due(6, 3, num_epoch=None, eval_interval=100).evaluate(r)] == []
 
 
 def test_without_an_interval_nothing_is_due():
-    assert not any(is_due(r, None, 2, 5) for r in range(6))
+    never = due(6, 2, num_epoch=3)
+    assert not any(never.save(r) or never.evaluate(r) or never.evaluate_before_train(r) for r in range(6))
+
+
+def test_nothing_is_saved_where_there_is_no_folder():
+    assert not any(due(6, save=None, save_interval=1).save(r) for r in range(6))
+
+
+def test_the_first_evaluation_precedes_the_first_step_of_this_process():
+    assert [r for r in range(6) if due(eval_interval=3).evaluate_before_train(r)] == [2]
+    assert not any(due(eval_interval=3, skip_eval_before_train=True).evaluate_before_train(r) for r in range(6))
 
 
 def test_the_rank_that_failed_by_itself_is_told_not_its_peers():
@@ -53,6 +73,7 @@ async def test_a_step_logs_each_metric_once_on_the_axis_where_it_belongs():
     cluster.progress = SimpleNamespace(phase=lambda name: None, step=lambda *a: None, begin=lambda *a: None)
     cluster.args.debug_exit_after_rollout = None
     cluster.trainer, cluster.start_rollout_id = Trainer(), 2
+    cluster._turns = MemoryTurns(cluster.args, None, None, cluster._while_trainer_lives, cluster._timed)
     for step in cluster.steps():
         await cluster.train(step, RolloutBatch(step, [], [], {"rollout/raw_reward": 0.5}))
         with cluster._timed("update_weights"):
