@@ -15,9 +15,8 @@ from miles.backends.embedded_engine.attention import (
     slot_rows,
 )
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
+from miles.backends.embedded_engine.linear import ROW_STEP
 from miles.backends.embedded_engine.request import Request
-
-ROW_STEP = 8  # batches are padded to a multiple of this: few shapes, and never too few rows
 
 
 class DecodeBatch:

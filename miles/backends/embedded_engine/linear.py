@@ -2,8 +2,8 @@
 
 On a CPU in fp32 a large matrix is kept only in oneDNN's blocked layout, in which small batches run up to twice as fast.
 Small matrices stay plain, since a call there costs more than it saves, and so does everything elsewhere. Either way one
-output row is bit for bit the same whatever the number of rows (a multiple of 8) or threads, which is what makes a
-request independent of its company in the batch.
+output row is bit for bit the same whatever the number of rows (a multiple of ROW_STEP) or threads, which is what makes
+a request independent of its company in the batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 
 _PACKED_FROM = 1 << 18  # elements
+
+# Every product has a multiple of this many rows. With fewer, libraries switch to kernels that round differently; and
+# elements that do not fill the vectors of an AVX-512 loop (32 elements of fp32: 8 rows of any width divisible by 4) go
+# through scalar code, whose exp rounds differently.
+ROW_STEP = 8
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

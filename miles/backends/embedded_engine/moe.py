@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from miles.backends.embedded_engine.linear import ROW_STEP
 from miles.backends.embedded_engine.model_config import MoeConfig
 from miles.backends.embedded_engine.weights import Experts
-
-_MIN_ROWS = 4  # an expert never multiplies fewer rows: below that, libraries switch to kernels that round differently
 
 
 def moe_forward(layer: Experts, config: MoeConfig, h: torch.Tensor, routes: list[torch.Tensor] | None) -> torch.Tensor:
@@ -30,8 +30,8 @@ def moe_forward(layer: Experts, config: MoeConfig, h: torch.Tensor, routes: list
             continue
         where = order[start : start + count]
         rows = h.index_select(0, where // config.top_k)
-        if count < _MIN_ROWS:
-            rows = torch.cat([rows, rows.new_zeros(_MIN_ROWS - count, rows.shape[1])])
+        if padding := -count % ROW_STEP:
+            rows = F.pad(rows, (0, 0, 0, padding))
         out = expert.down(expert.up.times(expert.gate.silu(rows), rows))
         by_choice.index_copy_(0, where, out[:count])
         start += count

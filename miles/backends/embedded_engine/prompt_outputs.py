@@ -7,6 +7,7 @@ import torch
 from miles.backends.embedded_engine.attention import Span
 from miles.backends.embedded_engine.forward import Model
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
+from miles.backends.embedded_engine.linear import ROW_STEP
 from miles.backends.embedded_engine.model_config import ModelConfig
 from miles.backends.embedded_engine.request import Request
 from miles.backends.embedded_engine.sampler import top_logprobs
@@ -37,8 +38,7 @@ def score_prompt(model: Model, request: Request, span: Span, hidden: torch.Tenso
     for first in range(start, end, _SCORE_ROWS):
         last = min(first + _SCORE_ROWS, end)
         rows = hidden[first - span.start : last - span.start]
-        padding = -len(rows) % 8  # see decode_batch: never too few rows for one output
-        if padding:
+        if padding := -len(rows) % ROW_STEP:
             rows = torch.cat([rows, rows[:1].expand(padding, -1)])
         logp = torch.log_softmax(model.logits(rows), dim=-1)[: last - first]
         targets = torch.tensor(request.input_ids[first + 1 : last + 1], device=logp.device)

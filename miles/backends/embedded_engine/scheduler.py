@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from miles.backends.embedded_engine.attention import ExtendPlan, MaskBank, Span, Workspace, build_extend_plan
-from miles.backends.embedded_engine.decode_batch import ROW_STEP, DecodeBatch
+from miles.backends.embedded_engine.decode_batch import DecodeBatch
 from miles.backends.embedded_engine.forward import Model
 from miles.backends.embedded_engine.kv_cache import PAGE, PagePool
+from miles.backends.embedded_engine.linear import ROW_STEP
 from miles.backends.embedded_engine.prefix_cache import PrefixCache
 from miles.backends.embedded_engine.prompt_outputs import route_table, score_prompt, scored_prompt_tokens, store_routes
 from miles.backends.embedded_engine.request import Request, finish_abort, finish_length
