@@ -10,7 +10,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[3]
 RECIPES = sorted((REPO / "recipes").glob("*.sh"))
-SHELL = sorted((REPO / "scripts").glob("*.sh")) + RECIPES + [REPO / ".ci" / "run"]
+SHELL = sorted((REPO / "scripts").glob("*.sh")) + sorted((REPO / "recipes").rglob("*.sh")) + [REPO / ".ci" / "run"]
 
 
 def bash(script: str, **env: str) -> subprocess.CompletedProcess:
