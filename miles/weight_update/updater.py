@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from miles.backends.training_utils.agreement import gather_objects
 from miles.backends.training_utils.backend import TrainBackend
 from miles.weight_update.buckets import FlatBucket, pack_buckets
 from miles.weight_update.errors import WeightTransferError
@@ -114,7 +115,7 @@ class WeightUpdater:
     def _is_source(self) -> bool:
         """Collective the first time: learns which ranks send."""
         if self._sources is None:
-            flags = _gather(self.backend.is_weight_source)
+            flags = gather_objects(self.backend.is_weight_source)
             self._sources = [rank for rank, sends in enumerate(flags) if sends]
             if not self._sources:
                 raise RuntimeError("no trainer rank says that it is a weight source: nobody would send the weights")
@@ -172,7 +173,7 @@ class WeightUpdater:
     def _raise_together(self, error: WeightTransferError | None) -> None:
         # A source that did well has touched its engines too: without the others' part, they hold no whole version.
         touched = error.touched if error is not None else getattr(self._transport, "touched", frozenset())
-        verdicts = _gather((None if error is None else str(error), touched))
+        verdicts = gather_objects((None if error is None else str(error), touched))
         failed = [f"trainer rank {rank}: {text}" for rank, (text, _) in enumerate(verdicts) if text is not None]
         if failed:
             raise WeightTransferError("; ".join(failed), frozenset().union(*(t for _, t in verdicts)))
@@ -190,7 +191,9 @@ class WeightUpdater:
         )
         if len(self._sources) == 1:
             return mine if self.backend.is_weight_source else None
-        reports = [report for report in _gather(mine if self.backend.is_weight_source else None) if report is not None]
+        reports = [
+            report for report in gather_objects(mine if self.backend.is_weight_source else None) if report is not None
+        ]
         return merge_reports(reports) if dist.get_rank() == self._sources[0] else None
 
 
@@ -224,15 +227,6 @@ def _foretelling(engines: list[EngineEndpoint]) -> ServedDigestBuilder | None:
 
 def _finished(sending: _Sending) -> ServedDigests | None:
     return sending.served.finish() if sending.served is not None else None
-
-
-def _gather(value: Any) -> list[Any]:
-    """`value` of every trainer rank, by rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _repeated(names: list[str]) -> list[str]:

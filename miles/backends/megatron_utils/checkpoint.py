@@ -33,7 +33,7 @@ from megatron.core.utils import unwrap_model
 
 from miles.backends.megatron_utils import optimizer as optimizers
 from miles.backends.megatron_utils.weight_tags import WeightCopies, take_shards
-from miles.backends.training_utils.agreement import check_room, on_every_rank
+from miles.backends.training_utils.agreement import check_room, gather_objects, on_every_rank
 from miles.backends.training_utils.checkpoint import CheckpointError
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.backends.training_utils.model_identity import MODEL, check_same_model, recorded
@@ -197,9 +197,7 @@ def _optimizer_kind(optimizer: Any) -> str:
     """What must agree for optimizer state to be loadable. Experts have an optimizer of their own when ranks share them.
     Collective."""
     local = [type(part).__name__ for part in optimizers.parts(optimizer)]
-    kinds: list[list[str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(kinds, local)
-    most = max((k for k in kinds if k is not None), key=len)
+    most: list[str] = max(gather_objects(local), key=len)
     return " + ".join(most)
 
 

@@ -1,4 +1,4 @@
-"""Work that every rank does a part of, and that counts only when all of them could."""
+"""What every rank has to say, and work that counts only when all of them could do their part."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles.backends.training_utils.checkpoint import CheckpointError
 
 
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """`value` of every rank of `group` (None: all), by rank; only ours where no process group is up. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def on_every_rank(work: Callable[[], Any], where: Path) -> None:
     """Run `work` on this rank and agree on the outcome: a failure of one rank raises CheckpointError on all. Collective."""
     problem: str | None = None
@@ -25,9 +34,7 @@ def on_every_rank(work: Callable[[], Any], where: Path) -> None:
         problem = "; ".join(f"{type(e).__name__}: {e}" for e, _ in error.failures.values())
     except Exception as error:
         cause, problem = error, f"{type(error).__name__}: {error}"
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(problem)) if text is not None]
     if failed:
         raise CheckpointError(
             f"writing {where} failed, {shutil.disk_usage(where).free / 1e9:.2f} GB are free there; earlier checkpoints are "

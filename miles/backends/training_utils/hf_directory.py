@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miles.backends.training_utils.agreement import gather_objects
 from miles.utils.atomic_io import publish_dir, write_atomic
 
 # Bytes of one weight file of an export, as transformers writes them.
@@ -95,7 +96,7 @@ def write_hf_directory(
     """
     temporary = final.with_name(f".{final.name}.tmp")
     rank = dist.get_rank()
-    leads = rank == min(r for r, w in enumerate(_gather(writes)) if w)
+    leads = rank == min(r for r, w in enumerate(gather_objects(writes)) if w)
     failure: Exception | None = None
     if leads:
         try:
@@ -117,7 +118,7 @@ def write_hf_directory(
             parts = writer.parts()
         except Exception as error:
             failure = error
-    written = _gather((parts, failure is not None))
+    written = gather_objects((parts, failure is not None))
     if leads and not any(failed for _, failed in written):
         try:
             name_parts(temporary, [part for parts, _ in written for part in parts])
@@ -126,17 +127,13 @@ def write_hf_directory(
             publish_dir(temporary, final)
         except Exception as error:
             failure = error
-    said = [text for text in _gather(None if failure is None else f"{type(failure).__name__}: {failure}") if text]
+    said = [
+        text for text in gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}") if text
+    ]
     if said:
         if leads:
             shutil.rmtree(temporary, ignore_errors=True)
         raise RuntimeError(f"Hugging Face export to {final} failed, nothing was left there: {said[0]}") from failure
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -61,8 +61,14 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
     """Shapes by tensor name, from the headers of the safetensors files; empty for other formats."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        with open(file, "rb") as f:
-            (size,) = struct.unpack("<Q", f.read(8))
-            header = json.loads(f.read(size))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        shapes |= {name: entry["shape"] for name, entry in safetensors_header(file).items()}
     return shapes
+
+
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """{tensor name: {"dtype", "shape", "data_offsets"}} of a safetensors file; no tensor is read."""
+    with open(file, "rb") as f:
+        (size,) = struct.unpack("<Q", f.read(8))
+        header = json.loads(f.read(size))
+    header.pop("__metadata__", None)
+    return header

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.megatron_utils.weights.transforms import Shape
-from miles.backends.training_utils.model_dir import ModelDirError
+from miles.backends.training_utils.model_dir import ModelDirError, safetensors_header
 
 _DTYPES = {
     "F64": torch.float64,
@@ -68,7 +67,7 @@ class HFDirectory:
         self.tensors: dict[str, StoredTensor] = {}
         self._open: dict[Path, Any] = {}
         for file in self._files():
-            for name, entry in _header(file).items():
+            for name, entry in safetensors_header(file).items():
                 self._add(name, file, tuple(entry["shape"]), entry["dtype"])
 
     def _files(self) -> list[Path]:
@@ -113,11 +112,3 @@ class HFDirectory:
 
     def close(self) -> None:
         self._open.clear()
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with open(file, "rb") as f:
-        (size,) = struct.unpack("<Q", f.read(8))
-        header = json.loads(f.read(size))
-    header.pop("__metadata__", None)
-    return header

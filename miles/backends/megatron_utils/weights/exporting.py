@@ -18,6 +18,7 @@ from torch import Tensor
 from miles.backends.megatron_utils.families.common import TIED_HEAD
 from miles.backends.megatron_utils.weights.checkpoint_files import HFDirectory
 from miles.backends.megatron_utils.weights.plan import PlannedTensor, WeightPlan
+from miles.backends.training_utils.agreement import gather_objects
 from miles.backends.training_utils.hf_directory import write_hf_directory
 
 NamedTensor = tuple[str, Tensor]
@@ -34,7 +35,7 @@ class WeightExporter:
             parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
-        sources = {rank for rank, is_source in enumerate(_gather(self.is_source)) if is_source}
+        sources = {rank for rank, is_source in enumerate(gather_objects(self.is_source)) if is_source}
         self._shared = _Sharing(parallel_state.get_tensor_model_parallel_group(), sources)
         self._experts = _Sharing(parallel_state.get_expert_tensor_and_model_parallel_group(), sources)
 
@@ -140,8 +141,7 @@ class _Sharing:
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_rank(),
         )
-        self.places: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(self.places, place, group=group)
+        self.places = gather_objects(place, group)
 
     def collect(self, tensor: Tensor, *, whole: bool) -> list[Tensor] | None:
         """Every rank's tensor on the source, None elsewhere; nothing is sent for a tensor that each has `whole`."""
@@ -153,9 +153,3 @@ class _Sharing:
         parts = [torch.empty_like(tensor) for _ in self.places] if self._is_source else None
         dist.gather(tensor, parts, group=self.group, group_dst=self._target)
         return parts
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

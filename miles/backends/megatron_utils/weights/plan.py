@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
@@ -27,6 +26,7 @@ from miles.backends.megatron_utils.weights.transforms import (
     Vocabulary,
     Whole,
 )
+from miles.backends.training_utils.agreement import gather_objects
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def plan_weights(chunks: Sequence[Any], description: ModelDescription, directory
             wrong.append(f"{', '.join(mapping.hf_names())}: {error}")
             continue
         planned.append(PlannedTensor(local, mapping, transform, shard))
-    everywhere = _gather((names, wrong))
+    everywhere = gather_objects((names, wrong))
     check_complete(
         name_map,
         [name for names, _ in everywhere for name in names],
@@ -135,9 +135,3 @@ def _shard(local: LocalTensor, transform: Transform, shapes: Sequence[Shape]) ->
     if (wanted := transform.shape(shapes, shard)) != own:
         raise LayoutError(f"{list(wanted)} on each rank, the model has {list(own)}")
     return shard
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
