@@ -126,6 +126,7 @@ class EngineFleet:
         slot.client = self._client(slot, url)
         try:
             slot.capabilities = await probe(slot.client)
+            slot.client.dp_ranks = slot.capabilities.dp_ranks
         except EngineError as error:
             slot.state = EngineState.DEAD
             raise EngineStartError(f"engine {slot.index} cannot be used: {error}") from error

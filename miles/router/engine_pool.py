@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from miles.backends.engine_api.client import EngineClient
 from miles.backends.engine_api.errors import EngineError, EngineFailed, EngineTimeout, EngineUnreachable
+from miles.router.affinity import Affinity, Place
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _MAX_FAILURES = 4  # of one request with 5xx, whichever engines gave them
-_MAX_STICKY_KEYS = 100_000
 _PROBE_TIMEOUT_S = 3.0
 _ABORT_REPEAT_S = 0.25
 _ABORT_TIMEOUT_S = 60.0
@@ -31,8 +29,8 @@ class EnginePool:
     """The engines that serve now, by index. Lives in one event loop.
 
     A request goes to the engine with the fewest requests in flight, the lowest index among equals; requests with one
-    routing key go to one engine while it lives, so that it finds their prefix in its cache. Results do not depend on the
-    choice: sampling is seeded by request.
+    routing key go to one engine, and one data-parallel rank of it, while it lives, so that it finds their prefix in its
+    cache. Results do not depend on the choice: sampling is seeded by request.
 
     `on_dead(index)` is called once for each death that a request discovers; whoever replaces the engine hands the new
     client to `set_engine`. Requests that have no engine wait for one. `on_membership()` is called after every change of who serves.
@@ -45,8 +43,7 @@ class EnginePool:
         self.models: dict[str, EnginePool] = {}  # by name, of all models that the run serves (--sglang-config)
         self.on_membership: Callable[[], Any] = lambda: None
         self._clients: dict[int, EngineClient] = {}
-        self._in_flight: dict[int, int] = {}
-        self._sticky: OrderedDict[str, int] = OrderedDict()
+        self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._last_death = "none has been admitted yet"
@@ -62,7 +59,6 @@ class EnginePool:
             self._clients.pop(index, None)
         else:
             self._clients[index] = client
-            self._in_flight.setdefault(index, 0)
         self._notify()
         self.on_membership()
 
@@ -75,7 +71,7 @@ class EnginePool:
 
     def load(self, index: int) -> int:
         """Requests in flight on an engine."""
-        return self._in_flight.get(index, 0)
+        return self._affinity.load(index)
 
     def fail(self, error: BaseException) -> None:
         """Recovery is over: every request that waits, and every later one, raises `error`."""
@@ -85,7 +81,7 @@ class EnginePool:
     async def wait_any(self, timeout_s: float | None = None) -> int:
         """The index of the engine that the next request would go to, as soon as one serves. Raises NoEngineError."""
         timeout = self.recovery_timeout_s if timeout_s is None else timeout_s
-        return await self._pick(None, frozenset(), time.monotonic() + timeout)
+        return (await self._pick(None, frozenset(), time.monotonic() + timeout)).index
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -98,15 +94,8 @@ class EnginePool:
         Raises EngineRejected as it comes (another engine would refuse too), EngineFailed after a few, NoEngineError when
         no engine comes back in time.
         """
-        tries = 0
-
-        async def send(client: EngineClient) -> Any:
-            nonlocal tries
-            body, tries = _for_try(payload, tries), tries + 1
-            return await client.generate(body, timeout_s=timeout_s)
-
         try:
-            return await self.call(send, routing_key)
+            return await self._generate(payload, routing_key, timeout_s)
         except _AbortedWhileWaiting:
             return _aborted_answer(payload)
 
@@ -116,11 +105,12 @@ class EnginePool:
         """`/generate` as a stream of chunks. Another engine is tried while nothing has come; later the error is raised."""
         deadline, tries, avoid = time.monotonic() + self.recovery_timeout_s, 0, frozenset[int]()
         while True:
-            index = await self._pick(routing_key, avoid, deadline)
-            client, begun = self._clients[index], False
+            place = await self._pick(routing_key, avoid, deadline)
+            index, begun = place.index, False
+            client = self._clients[index]
             try:
-                with self._counted(index):
-                    async for chunk in client.generate_stream(_for_try(payload, tries)):
+                with self._affinity.counted(place):
+                    async for chunk in client.generate_stream(place.addressed(_for_try(payload, tries))):
                         begun = True
                         yield chunk
                     return
@@ -131,16 +121,17 @@ class EnginePool:
                     raise
                 avoid = frozenset({index})
 
-    async def call(self, send: Callable[[EngineClient], Awaitable[T]], routing_key: str | None = None) -> T:
-        """Run `send(client)` on some engine, with the retries of `generate`. `send` must be safe to repeat."""
+    async def _generate(self, payload: dict[str, Any], routing_key: str | None, timeout_s: float | None) -> Any:
         with self._registered() as epoch:
-            deadline, failures, avoid = time.monotonic() + self.recovery_timeout_s, 0, frozenset[int]()
+            deadline, failures, tries = time.monotonic() + self.recovery_timeout_s, 0, 0
+            avoid: frozenset[int] = frozenset()
             while True:
-                index = await self._pick(routing_key, avoid, deadline, epoch)
-                client = self._clients[index]
+                place = await self._pick(routing_key, avoid, deadline, epoch)
+                index, client = place.index, self._clients[place.index]
+                body, tries = place.addressed(_for_try(payload, tries)), tries + 1
                 try:
-                    with self._counted(index):
-                        return await send(client)
+                    with self._affinity.counted(place):
+                        return await client.generate(body, timeout_s=timeout_s)
                 except EngineFailed:
                     failures += 1
                     if failures >= _MAX_FAILURES:
@@ -156,13 +147,6 @@ class EnginePool:
                         if failures >= _MAX_FAILURES:
                             raise
                 avoid = frozenset({index})
-
-    @contextlib.asynccontextmanager
-    async def lease(self, routing_key: str | None = None) -> AsyncIterator[tuple[int, EngineClient]]:
-        """One engine for a caller that streams and does its own retries; counted as load meanwhile."""
-        index = await self._pick(routing_key, frozenset(), time.monotonic() + self.recovery_timeout_s)
-        with self._counted(index):
-            yield index, self._clients[index]
 
     async def abort_all(self, *, timeout_s: float = _ABORT_TIMEOUT_S) -> None:
         """Abort every request of this moment and wait until all have answered.
@@ -189,14 +173,14 @@ class EnginePool:
 
     # ---- choice ----------------------------------------------------------------------------------------------------
 
-    async def _pick(self, key: str | None, avoid: frozenset[int], deadline: float, epoch: int | None = None) -> int:
+    async def _pick(self, key: str | None, avoid: frozenset[int], deadline: float, epoch: int | None = None) -> Place:
         while True:
             if self._failure is not None:
                 raise self._failure
             if epoch is not None and epoch != self._abort_epoch:
                 raise _AbortedWhileWaiting
             if self._clients:
-                return self._choose(key, avoid)
+                return self._affinity.choose({i: c.dp_ranks for i, c in self._clients.items()}, key, avoid)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NoEngineError(
@@ -204,19 +188,6 @@ class EnginePool:
                     f"--weight-update-timeout); last death: {self._last_death}"
                 )
             await self._wait_for_change(left)
-
-    def _choose(self, key: str | None, avoid: frozenset[int]) -> int:
-        if key is not None and (index := self._sticky.get(key)) in self._clients and index not in avoid:
-            self._sticky.move_to_end(key)
-            return index  # type: ignore[return-value]
-        # An engine that just failed this request is taken again only when it is the only one.
-        candidates = [i for i in self._clients if i not in avoid] or list(self._clients)
-        index = min(candidates, key=lambda i: (self._in_flight[i], i))
-        if key is not None:
-            self._sticky[key] = index
-            if len(self._sticky) > _MAX_STICKY_KEYS:
-                self._sticky.popitem(last=False)
-        return index
 
     async def _is_dead(self, index: int, client: EngineClient, error: EngineError) -> bool:
         """Whether the engine is gone; reports it once. A lost connection alone does not prove it."""
@@ -246,14 +217,6 @@ class EnginePool:
         finally:
             del self._requests[number]
             self._notify()
-
-    @contextlib.contextmanager
-    def _counted(self, index: int):
-        self._in_flight[index] += 1
-        try:
-            yield
-        finally:
-            self._in_flight[index] -= 1
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

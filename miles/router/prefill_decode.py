@@ -22,6 +22,8 @@ class PrefillDecodeClient:
     with the prompt's log-probs from the other. This is what SGLang's router does for a disaggregated model.
     """
 
+    dp_ranks = 1  # each server spreads what it gets
+
     def __init__(self, decode: EngineClient, prefills: Sequence[EngineClient]) -> None:
         self.decode, self.prefills = decode, list(prefills)
         self._next = 0

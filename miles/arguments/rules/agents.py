@@ -5,6 +5,7 @@ from __future__ import annotations
 from miles.arguments.args import Args
 from miles.arguments.rules.conflict import Clash, excludes, requires
 from miles.arguments.rules.rule import Rule, about
+from miles.backends.engine_api.topology import DECODE, PREFILL, TopologyError, plan_engines
 
 MULTI_TURN = "miles.rollout.generate_hub.multi_turn.generate"
 AGENTIC = "miles.rollout.generate_hub.agentic_tool_call.generate"
@@ -12,6 +13,16 @@ AGENTIC = "miles.rollout.generate_hub.agentic_tool_call.generate"
 
 def _sessions(a: Args) -> bool:
     return a.use_session_server is not None
+
+
+def _split_in_yaml(a: Args) -> bool:
+    """Whether the model that is trained, which sessions speak with, is served by halves of engines."""
+    if a.sglang_config is None:
+        return False
+    try:
+        return any(spec.trained and spec.kind in (PREFILL, DECODE) for spec in plan_engines(a))
+    except TopologyError:
+        return False  # another rule reports it
 
 
 def _bad_port_range(a: Args) -> bool:
@@ -34,6 +45,13 @@ SESSIONS = about(
         "--use-session-server",
         _sessions,
         Clash("--pause-generation-mode abort", lambda a: a.pause_generation_mode == "abort"),
+    ),
+    excludes(
+        "sessions-need-whole-engines",
+        "--use-session-server",
+        _sessions,
+        Clash("--prefill-num-servers", lambda a: a.prefill_num_servers is not None),
+        Clash("prefill and decode groups in --sglang-config", _split_in_yaml),
     ),
     Rule(
         "session-ports",

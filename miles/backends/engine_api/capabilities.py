@@ -31,6 +31,7 @@ class Capabilities:
     `digests`: what its checksums digest. "tensor": each tensor as it was sent, with its dtype and shape
     (`miles.utils.digest`). "served", on a GPU "served-gpu": the tensors that it keeps, some of them joined
     (`miles.weight_update.served_digests`). `memory_release`: whether it gives memory back when told to.
+    `dp_ranks`: schedulers that share its requests, each with a prefix cache of its own.
     """
 
     server: str
@@ -38,6 +39,7 @@ class Capabilities:
     update_sessions: bool
     digests: str
     memory_release: bool = True
+    dp_ranks: int = 1
 
 
 async def probe(client: EngineClient) -> Capabilities:
@@ -58,4 +60,5 @@ async def probe(client: EngineClient) -> Capabilities:
         update_sessions=all(p in paths for p in _SESSION),
         digests="served" if info.get("device") == "cpu" else "served-gpu",
         memory_release=bool(info.get("enable_memory_saver")) and all(p in paths for p in _MEMORY),
+        dp_ranks=int(info.get("dp_size") or 1),
     )

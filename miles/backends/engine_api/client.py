@@ -46,6 +46,7 @@ class EngineClient:
         retries: further attempts of idempotent control calls after a lost connection or a 5xx.
         vocab_size: where given, prompts with ids outside of it are refused here, with the position.
         digests: what the server's checksums digest, as Capabilities says.
+        dp_ranks: data-parallel ranks of the server, each with a prefix cache of its own.
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class EngineClient:
         retries: int = 2,
         vocab_size: int | None = None,
         digests: str = "tensor",
+        dp_ranks: int = 1,
     ) -> None:
         self.request_timeout_s, self.control_timeout_s, self.vocab_size = (
             request_timeout_s,
             control_timeout_s,
             vocab_size,
         )
-        self.digests = digests
+        self.digests, self.dp_ranks = digests, dp_ranks
         self._bootstrap_port: int | None = None
         self._http = HttpTransport(base_url, admin_key=admin_key, api_key=api_key, retries=retries)
 

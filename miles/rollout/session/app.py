@@ -41,7 +41,7 @@ from miles.rollout.session.http import (
     sent_key,
 )
 from miles.rollout.session.messages_api import messages, messages_guarded
-from miles.rollout.session.upstream import Engines
+from miles.rollout.session.upstream import EngineAddress, Engines
 from miles.rollout.session.wire import encode_samples
 
 _EXPIRY_TICK_S = 10.0
@@ -139,7 +139,7 @@ def set_engines(service: Service) -> Handler:
         body = await json_body(http, service.config.max_body_bytes)
         if not isinstance(service.upstream, Engines):
             raise RequestRefused("this server's engines are fixed")
-        await service.upstream.set({int(index): url for index, url in body.items()})
+        await service.upstream.set({int(index): EngineAddress(**address) for index, address in body.items()})
         return Response(status_code=204)
 
     return handler

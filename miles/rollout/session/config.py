@@ -15,6 +15,7 @@ class SessionConfig:
 
     Attributes:
         key: of the run: creates sessions, says which engines there are.
+        engine_key: that engines want with a generation; None where they want none.
         idle_timeout_s: a session that nobody speaks to for so long is dropped.
         max_bytes: of all histories of a server; max_body_bytes of one request.
         log_dir: folder of the write-ahead log; None keeps sessions in memory only.
@@ -34,6 +35,7 @@ class SessionConfig:
     record_messages: bool = False
     routed_experts: bool = False
     key: str = field(default_factory=lambda: secrets.token_hex(16))
+    engine_key: str | None = None
     instance_id: str = field(default_factory=lambda: secrets.token_hex(16))
     idle_timeout_s: float = 7200.0
     max_sessions: int = 65536
@@ -60,6 +62,7 @@ class SessionConfig:
                 "strict_history": args.session_strict_history,
                 "record_messages": args.save_debug_trajectory_data is not None,
                 "routed_experts": args.use_rollout_routing_replay,
+                "engine_key": args.sglang_api_key,
                 "idle_timeout_s": args.session_idle_timeout,
                 "max_sessions": args.session_max_count,
                 "max_bytes": args.session_max_bytes,

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from miles.rollout.session.config import SessionConfig
+from miles.rollout.session.upstream import EngineAddress
 from miles.router.engine_pool import EnginePool
 from miles.utils.process import reserve_port, spawn, tail, terminate
 from miles.utils.process_logging import log_path
@@ -42,7 +43,7 @@ class _Server:
     log_path: Path
     process: subprocess.Popen | None = None
     restarts: int = 0
-    engines: dict[int, str] | None = None
+    engines: dict[int, EngineAddress] | None = None
     told_at: float = 0.0
 
 
@@ -170,11 +171,15 @@ class SessionServers:
     # ---- engines -------------------------------------------------------------------------------------------------------
 
     async def _tell(self, server: _Server) -> None:
-        engines = {index: client.base_url for index in self.pool.healthy() if (client := self.pool.client(index))}
+        engines = {
+            index: EngineAddress(client.base_url, client.dp_ranks)
+            for index in self.pool.healthy()
+            if (client := self.pool.client(index))
+        }
         if engines == server.engines and time.monotonic() - server.told_at < _REPEAT_S:
             return
         try:
-            await self._call("PUT", server, "/engines", json={str(i): url for i, url in engines.items()})
+            await self._call("PUT", server, "/engines", json={i: dataclasses.asdict(e) for i, e in engines.items()})
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.warning("session server on port %d was not told of the engines: %s", server.port, error)
             server.engines = None

@@ -61,7 +61,9 @@ def build_service(config: SessionConfig, tito: TitoTokenizer, upstream: Upstream
     )
     store.recover()
     engines = upstream or Engines(
-        request_timeout_s=config.request_timeout_s, recovery_timeout_s=config.recovery_timeout_s
+        request_timeout_s=config.request_timeout_s,
+        recovery_timeout_s=config.recovery_timeout_s,
+        key=config.engine_key,
     )
     return Service(config, store, Recorder(config, tito, store, engines), Collector(config, tito), engines)
 

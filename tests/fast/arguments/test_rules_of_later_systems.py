@@ -54,6 +54,11 @@ CASES = {
         {"pause_generation_mode": "abort"},
         "does not go together with --pause-generation-mode abort",
     ),
+    "sessions-need-whole-engines": (
+        {"use_session_server": "v1"},
+        {"rollout_engine": "sglang", "prefill_num_servers": 1},
+        "--use-session-server does not go together with --prefill-num-servers",
+    ),
     "session-ports": ({"session_server_port": [5000, 5002]}, {"session_server_port": [2, 1]}, "takes one port"),
     "family-brings-its-template": (
         {"tito_model": "glm47", "use_session_server": "v1"},

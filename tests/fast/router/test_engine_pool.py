@@ -16,6 +16,8 @@ ARGS = SimpleNamespace(engine_start_timeout=0.3, weight_update_timeout=0.2)
 class FakeClient:
     """Answers with its name; `plan` holds errors to raise first; `gate` holds answers back."""
 
+    dp_ranks = 1
+
     def __init__(self, name: str, plan=(), healthy: bool = True, held: bool = False) -> None:
         self.name, self.plan, self.is_healthy = name, list(plan), healthy
         self.gate = asyncio.Event()
@@ -193,9 +195,29 @@ async def test_abort_all_has_a_deadline_and_leaves_later_requests_alone():
     assert (await pool.generate({}))["aborted"] is False
 
 
-async def test_lease_counts_as_load():
-    pool = make_pool(FakeClient("a"), FakeClient("b"))
-    async with pool.lease("k") as (index, client):
-        assert (index, client.name, pool.load(0)) == (0, "a", 1)
-        assert (await pool.generate({}))["engine"] == "b"
-    assert pool.load(0) == 0
+async def test_a_key_keeps_its_data_parallel_rank_and_new_keys_take_the_emptiest():
+    wide, narrow = FakeClient("wide", held=True), FakeClient("narrow", held=True)
+    wide.dp_ranks = 3
+    pool = make_pool(wide, narrow)
+    tasks = [asyncio.create_task(pool.generate({"n": n}, f"key {n}")) for n in range(6)]
+    await asyncio.sleep(0)
+    assert [p["routed_dp_rank"] for p in wide.seen] == [0, 1, 2]
+    assert all("routed_dp_rank" not in p for p in narrow.seen)
+    for client in (wide, narrow):
+        client.gate.set()
+    await asyncio.gather(*tasks)
+    await pool.generate({}, "key 4")
+    assert wide.seen[-1]["routed_dp_rank"] == 2  # also when the others are idle
+    await pool.generate({})
+    assert "routed_dp_rank" not in wide.seen[-1]  # without a key, the engine itself spreads
+
+
+async def test_a_key_whose_rank_is_gone_gets_another_place():
+    wide = FakeClient("wide")
+    wide.dp_ranks = 2
+    pool = make_pool(wide)
+    for n in range(2):
+        await pool.generate({}, f"key {n}")
+    wide.dp_ranks = 1
+    await pool.generate({}, "key 1")
+    assert "routed_dp_rank" not in wide.seen[-1]

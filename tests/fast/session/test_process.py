@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
 import openai
 import pytest
 
-from miles.backends.embedded_engine.launch import launch
 from miles.backends.engine_api.client import EngineClient
-from miles.backends.engine_api.launcher import wait_ready
+from miles.backends.engine_api.launcher import EngineProcess, wait_ready
 from miles.rollout.base_types import GenerateFnInput
 from miles.rollout.generate_and_rm import generate_and_rm
 from miles.rollout.generate_hub.agentic_tool_call import generate, request_kwargs
@@ -21,10 +21,11 @@ from miles.rollout.session.client import SessionClient
 from miles.rollout.session.fleet import SessionServers
 from miles.router.engine_pool import EnginePool
 from miles.utils.imports import register_function
-from miles.utils.process import terminate
+from miles.utils.process import reserve_port, spawn, terminate
 from miles.utils.types import Sample, SampleStatus
 from tests.helpers.tiny_models import make_tiny_model
 
+ENGINE_KEY = "of the engine"
 AGENTIC = "miles.rollout.generate_hub.agentic_tool_call.generate"
 
 
@@ -39,23 +40,26 @@ def make_args(model: object, run_dir: object, **overrides: object) -> SimpleName
         "rollout_max_context_len": None, "save_debug_trajectory_data": None, "use_rollout_routing_replay": False,
         "rollout_request_timeout": 60.0, "engine_start_timeout": 200.0, "weight_update_timeout": 10.0,
         "custom_agent_function_path": "tests.agent", "agent_timeout": 60.0, "max_seq_len": None, "ci_test": True,
-        "max_sample_retries": 0, "group_rm": False, "custom_rm_path": None, "rm_type": None, "reward_timeout": 5.0,
+        "sglang_api_key": ENGINE_KEY, "max_sample_retries": 0, "group_rm": False, "custom_rm_path": None, "rm_type": None, "reward_timeout": 5.0,
     }  # fmt: skip
     return SimpleNamespace(**(fields | overrides))
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """One embedded engine with a tiny random model."""
+    """One embedded engine with a tiny random model, which wants a key with every generation."""
     root = tmp_path_factory.mktemp("engine")
     model = make_tiny_model(root / "model", initializer_range=0.15)
-    process = launch(
-        SimpleNamespace(train_device="cpu", embedded_max_total_tokens=16384), index=0, host="127.0.0.1", port=0,
-        admin_key="k", model_path=str(model), log_path=root / "engine.log", weight_version=1,
-    )  # fmt: skip
+    listener = reserve_port("127.0.0.1", 0)
+    command = [sys.executable, "-m", "miles.backends.embedded_engine.server", "--model-path", str(model)]
+    command += ["--fd", str(listener.fileno()), "--api-key", ENGINE_KEY, "--weight-version", "1", "--device", "cpu"]
+    log = root / "engine.log"
+    server = spawn(command, log_path=log, env=dict(os.environ), pass_fds=[listener.fileno()])
+    process = EngineProcess(server, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
+    listener.close()
 
     async def ready() -> None:
-        async with EngineClient(process.url) as client:
+        async with EngineClient(process.url, admin_key=ENGINE_KEY) as client:
             await wait_ready(client, process, 200.0)
 
     asyncio.run(ready())
@@ -67,7 +71,7 @@ def engine(tmp_path_factory):
 async def run(engine, tmp_path):
     args = make_args(engine.model, tmp_path)
     pool = EnginePool(args)
-    client = EngineClient(engine.url)
+    client = EngineClient(engine.url, api_key=ENGINE_KEY)
     pool.set_engine(0, client)
     servers = SessionServers(args, pool, "127.0.0.1")
     try:
@@ -197,7 +201,7 @@ async def test_a_client_that_leaves_stops_the_engine(run, engine):
     await asyncio.sleep(0.5)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    async with EngineClient(engine.url) as client:
+    async with EngineClient(engine.url, admin_key=ENGINE_KEY) as client:
         deadline = time.monotonic() + 20
         while (await client.server_info()).get("internal_states", [{}])[0].get("num_running_reqs", 0):
             assert time.monotonic() < deadline
