@@ -121,7 +121,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = hidden[part]
             logits = kept if kept is not None else _chunk_logits(rows, weight, bias, ctx.temperature)
             of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
-            grad = _logit_gradient(logits, targets[part], log_z[part], grad_log_probs[part], of_entropy)
+            grad_rows = grad_log_probs[part]
+            grad = logit_gradient(logits - log_z[part, None], targets[part], grad_rows, grad_rows, of_entropy)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             if any_broken:
                 grad, rows = (x.masked_fill(broken[part, None], 0.0) for x in (grad, rows))
@@ -145,16 +146,22 @@ def _chunk_logits(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, te
     return logits / temperature if temperature != 1.0 else logits
 
 
-def _logit_gradient(
-    logits: Tensor, targets: Tensor, log_z: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
+def logit_gradient(
+    log_p: Tensor, column: Tensor, at_target: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """d(log p_target)/dz = 1[target] - p, and dH/dz = -p (log p + H), each weighted by its row's gradient."""
-    log_p = logits - log_z[:, None]
+    """d(log p_target)/dz = 1[target] - p, and dH/dz = -p (log p + H), each weighted by its row's gradient.
+
+    Args:
+        log_p: fp32 `[rows, columns]`, all of the vocabulary or a part; may be overwritten.
+        column: int64 `[rows]`, the target's place in it; at_target `[rows]`: `grad`, and 0 where the target is in another part.
+        grad: `[rows]`, of the target's log-prob; of_entropy: the entropy's gradient and the entropy, `[rows]` each.
+    """
     if of_entropy is None:
         out = log_p.exp_().mul_(-grad[:, None])
-        return out.scatter_add_(-1, targets[:, None], grad[:, None])
-    grad_entropy, entropy = of_entropy
-    p = log_p.exp()
-    terms = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
-    out = p.mul_(-grad[:, None]).addcmul_(terms, -grad_entropy[:, None])
-    return out.scatter_add_(-1, targets[:, None], grad[:, None])
+    else:
+        grad_entropy, entropy = of_entropy
+        p = log_p.exp()
+        # where: an impossible token has p = 0 and log p = -inf, and contributes 0.
+        terms = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
+        out = p.mul_(-grad[:, None]).addcmul_(terms, -grad_entropy[:, None])
+    return out.scatter_add_(-1, column[:, None], at_target[:, None])

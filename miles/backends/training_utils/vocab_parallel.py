@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.backends.training_utils.logprobs import logit_gradient
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -99,12 +101,9 @@ class _VocabParallel(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             log_p = _tempered(logits[part], ctx.shard, ctx.temperature).sub_(log_z[part, None])
             here, column = _local(targets[part], ctx.shard)
-            p = log_p.exp()
-            grad = -grad_log_probs[part, None] * p
-            if grad_entropy is not None:
-                terms = torch.where(p > 0, p * (log_p + entropy[part, None]), 0.0)
-                grad -= grad_entropy[part, None] * terms
-            grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
+            at_target = torch.where(here, grad_log_probs[part], 0.0)
+            of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
+            grad = logit_gradient(log_p, column, at_target, grad_log_probs[part], of_entropy)
             out[part] = grad.div_(ctx.temperature).masked_fill_(ignored[part, None], 0.0)
         return out, None, None, None, None, None
 
