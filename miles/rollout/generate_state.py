@@ -8,8 +8,9 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from miles.backends.engine_api.topology import PREFILL, plan_engines
+from miles.backends.training_utils.replay.expert_layout import ExpertLayout
 from miles.rollout.compat import GenerateFn, load_generate_function
-from miles.rollout.prompts import encode_prompt, load_tokenizer, model_config, model_context_length
+from miles.rollout.prompts import encode_prompt, expert_layout, load_tokenizer, model_context_length
 from miles.utils.types import Sample
 
 DEFAULT_GENERATE_PATH = "miles.rollout.generate_hub.single_turn.generate"
@@ -85,13 +86,9 @@ class GenerateState:
         return lru_cache(maxsize=1024)(lambda text: tuple(encode_prompt(self.args, self.tokenizer, text)))
 
     @cached_property
-    def route_shape(self) -> tuple[int, int]:
-        """Layers and experts a token, as the engines report routed experts (`[tokens - 1, layers, topk]`)."""
-        config = model_config(self.args)
-        topk = config.get("num_experts_per_tok")
-        if topk is None:
-            raise ValueError(f"--use-rollout-routing-replay: the model in {self.args.hf_checkpoint} has no experts")
-        return config["num_hidden_layers"], topk
+    def expert_layout(self) -> ExpertLayout:
+        """How the engines report routed experts. Raises: ValueError for a dense model."""
+        return expert_layout(self.args)
 
     def reset(self) -> None:
         self.aborted = False

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from miles.backends.training_utils.replay.expert_layout import ExpertLayout
+
 Message = dict[str, Any]
 Prompt = str | list[Message]
 
@@ -102,6 +104,14 @@ def model_config(args: Any) -> dict[str, Any]:
         return {}
     config = json.loads(file.read_text(encoding="utf-8"))
     return {**config, **(config.get("text_config") or {})}
+
+
+def expert_layout(args: Any) -> ExpertLayout:
+    """The layers with experts of the model in `--hf-checkpoint`. Raises: ValueError for a dense model."""
+    layout = ExpertLayout.from_config(model_config(args))
+    if layout is None:
+        raise ValueError(f"--use-rollout-routing-replay: the model in {args.hf_checkpoint} has no experts")
+    return layout
 
 
 def model_context_length(args: Any) -> int | None:

@@ -10,10 +10,13 @@ import numpy as np
 
 from miles.backends.training_utils.backend import TrainData
 from miles.backends.training_utils.loss_hub.rewards import post_process_rewards
+from miles.backends.training_utils.replay.expert_layout import RouteError
+from miles.rollout.prompts import expert_layout
 from miles.utils.imports import load_function
 from miles.utils.types import Sample, SampleStatus
 
 _LISTED = 10
+ROUTES = "rollout_routed_experts"
 
 
 class TrainDataError(ValueError):
@@ -87,7 +90,6 @@ _OPTIONAL: dict[str, Callable[[Any], np.ndarray]] = {
     "rollout_log_probs": _f32,
     "teacher_log_probs": _f32,
     "opd_reverse_kl": _f32,
-    "rollout_routed_experts": _i32,
     "rollout_indexer_topk": _i32,
 }
 
@@ -171,12 +173,34 @@ def _optional_columns(samples: Sequence[Sample]) -> TrainData:
     return columns
 
 
+def _routes(args: Any, samples: Sequence[Sample]) -> list[np.ndarray | None]:
+    """Each sample's routes `[tokens - 1, moe layers, topk]`, all in one type; None for a sample that came without.
+
+    Raises: TrainDataError that names every sample whose routes are not those of this model.
+    """
+    layout = expert_layout(args)
+    found: list[np.ndarray | None] = []
+    problems = []
+    for sample in samples:
+        try:
+            routes = sample.rollout_routed_experts
+            found.append(None if routes is None else layout.compact(routes))
+        except RouteError as error:
+            problems.append(f"sample {sample.index}: rollout_routed_experts: {error}")
+    _raise_if_any(problems)
+    absent = any(routes is not None and routes.dtype.kind == "i" for routes in found)
+    dtype = layout.dtype(with_absent=absent)
+    return [None if routes is None else routes.astype(dtype, copy=False) for routes in found]
+
+
 def convert_samples_to_train_data(
     args: Any, samples: Sequence[Sample], metadata: dict[str, Any] | None = None
 ) -> TrainData:
     """The columns that the trainer gets: lists with one entry a sample.
 
     `tokens` int32 [tokens], `loss_masks` int32 [response], `rollout_log_probs` float32 [response] and so on are numpy arrays;
+    With `--use-rollout-routing-replay`, `rollout_routed_experts` is `[tokens - 1, moe layers, topk]` in the smallest integer
+    type that holds the experts, or None for a sample that came without routes; a missing row holds -1.
     `version_spans` has a list of (version, start, end) over response tokens for each sample, empty where the engine
     reported no version.
 
@@ -206,6 +230,8 @@ def convert_samples_to_train_data(
         "version_spans": [[(s.version, s.start, s.end) for s in sample.version_spans] for sample in samples],
     }
     columns |= _optional_columns(samples)
+    if getattr(args, "use_rollout_routing_replay", False):
+        columns[ROUTES] = _routes(args, samples)
     if metadata and "dynamic_global_batch_size" in metadata:
         columns["dynamic_global_batch_size"] = metadata["dynamic_global_batch_size"]
     return columns

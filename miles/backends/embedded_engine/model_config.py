@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from miles.backends.training_utils.replay.expert_layout import ExpertLayout
+
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -170,16 +172,16 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _moe(raw: dict[str, Any]) -> MoeConfig:
-    step, dense_only = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or [])
-    experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
-    sparse = [i for i in range(raw["num_hidden_layers"]) if i not in dense_only and experts > 0 and (i + 1) % step == 0]
+def _moe(raw: dict[str, Any]) -> MoeConfig | None:
+    experts = ExpertLayout.from_config(raw)
+    if experts is None:
+        return None
     return MoeConfig(
-        num_experts=experts,
-        top_k=raw["num_experts_per_tok"],
+        num_experts=experts.num_experts,
+        top_k=experts.topk,
         intermediate_size=raw["moe_intermediate_size"],
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
-        sparse_layers=frozenset(sparse),
+        sparse_layers=frozenset(experts.moe_layers),
     )
 
 

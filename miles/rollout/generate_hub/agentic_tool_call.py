@@ -171,8 +171,6 @@ def _output(input: GenerateFnInput, collected: SessionSamples, facts: dict[str, 
     tool_time = float((facts.get("agent_metrics") or {}).get("total_tool_time") or 0.0)
     for one in collected.samples:
         one.non_generation_time = tool_time
-        if one.rollout_routed_experts is not None:
-            one.rollout_routed_experts = one.rollout_routed_experts.reshape(-1, *input.state.route_shape)
         if getattr(args, "ci_test", False):
             _check_mismatch(one)
     if args.use_session_server == "v2":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from typing import Any
 
 import numpy as np
 
+from miles.backends.training_utils.replay.expert_layout import RouteError
 from miles.rollout.base_types import GenerateFnInput
 from miles.utils.types import Sample, SampleStatus, VersionSpan
 
@@ -63,9 +63,15 @@ def _payload(input: GenerateFnInput, budget: int) -> dict[str, Any]:
         "sampling_params": {**input.sampling_params, "max_new_tokens": budget},
         "return_logprob": True,
     }
-    if getattr(input.args, "use_rollout_routing_replay", False):
-        payload["return_routed_experts"] = True
+    if _wants_routes(input):
+        have = input.sample.rollout_routed_experts
+        payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if have is None else len(have)}
     return payload
+
+
+def _wants_routes(input: GenerateFnInput) -> bool:
+    """Evaluation samples do not train: their routes would travel for nothing."""
+    return bool(getattr(input.args, "use_rollout_routing_replay", False)) and not input.evaluation
 
 
 def _append_answer(input: GenerateFnInput, answer: dict[str, Any]) -> None:
@@ -73,8 +79,8 @@ def _append_answer(input: GenerateFnInput, answer: dict[str, Any]) -> None:
     token_ids, log_probs = answer_tokens(sample, answer)
     fresh = sample.response_length == 0
     sample.append_response(token_ids, log_probs=log_probs, trainable=True, spans=version_spans(meta, len(token_ids)))
-    if "routed_experts" in meta:
-        _append_routes(input, meta["routed_experts"])
+    if _wants_routes(input) and token_ids:
+        _append_routes(input, meta.get("routed_experts"))
     sample.response = answer["text"] if fresh and "text" in answer else decode_response(input, sample)
     sample.update_from_meta_info(input.args, meta)
 
@@ -126,17 +132,18 @@ def version_spans(meta: dict[str, Any], count: int) -> list[VersionSpan]:
     return spans
 
 
-def _append_routes(input: GenerateFnInput, encoded: str) -> None:
-    """Decode `[tokens - 1, layers, topk]`; rows of earlier calls stay as they were when their tokens were sampled."""
-    sample = input.sample
-    flat = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
-    rows = len(sample.tokens) - 1
-    layers, topk = input.state.route_shape
-    if flat.size != rows * layers * topk:
+def _append_routes(input: GenerateFnInput, encoded: str | None) -> None:
+    """Append the rows that the sample does not have yet: those of earlier calls stay as they were when their tokens were sampled."""
+    sample, have = input.sample, input.sample.rollout_routed_experts
+    if not encoded:
         raise GenerationError(
             "bad_routes",
-            f"sample {sample.index}: the engine sent {flat.size} expert indices for {rows} rows of {layers} layers x {topk} experts",
+            f"sample {sample.index}: the engine sent no routed experts with its tokens: it was started without --enable-return-routed-experts",
+            permanent=True,
         )
-    routes = flat.reshape(rows, layers, topk)
-    old = sample.rollout_routed_experts
-    sample.rollout_routed_experts = routes if old is None else np.concatenate([old, routes[len(old) :]])
+    rows = len(sample.tokens) - 1 - (0 if have is None else len(have))
+    try:
+        routes = input.state.expert_layout.decode(encoded, rows)
+    except RouteError as error:
+        raise GenerationError("bad_routes", f"sample {sample.index}: {error}") from error
+    sample.rollout_routed_experts = routes if have is None else np.concatenate([have, routes])

@@ -29,7 +29,7 @@ class Turn:
         output_ids, log_probs: sampled tokens, int32, and their log-probs, float64.
         drop: tokens at the end of the parent's row that this turn's prompt leaves out (0 or 1).
         versions: `(version, start, end)` over the sampled tokens.
-        routes: routed experts from row `len(parent row) - 1` on, int32 `[rows, layers * topk]`; None where not asked for.
+        routes: routed experts from row `len(parent row) - 1` on, `[rows, moe layers, topk]`; None where not asked for.
         meta: the engine's counters: prompt_tokens, cached_tokens, weight_version, ...
     """
 

@@ -167,7 +167,7 @@ def _node_record(node: Node) -> dict[str, Any]:
         "prompt_ids": turn.prompt_ids.tobytes(),
         "output_ids": turn.output_ids.tobytes(),
         "log_probs": turn.log_probs.tobytes(),
-        "routes": None if turn.routes is None else [turn.routes.shape[1], turn.routes.tobytes()],
+        "routes": None if turn.routes is None else [turn.routes.dtype.str, turn.routes.shape, turn.routes.tobytes()],
         "drop": turn.drop,
         "versions": turn.versions,
         "finish_reason": turn.finish_reason,
@@ -191,7 +191,7 @@ def _replay(history: History, record: dict[str, Any]) -> Node:
         response_id=record["response_id"],
         started=record["times"][0],
         ended=record["times"][1],
-        routes=None if routes is None else np.frombuffer(routes[1], np.int32).reshape(-1, routes[0]),
+        routes=None if routes is None else np.frombuffer(routes[2], routes[0]).reshape(routes[1]),
         meta=record["meta"],
     )
     *suffix, said = record["messages"]

@@ -6,7 +6,6 @@ changes in between is found by the commit itself.
 
 from __future__ import annotations
 
-import base64
 import math
 import time
 import uuid
@@ -18,6 +17,8 @@ import numpy as np
 import orjson
 import xxhash
 
+from miles.backends.training_utils.replay.expert_layout import RouteError
+from miles.rollout.prompts import expert_layout
 from miles.rollout.session.config import SessionConfig
 from miles.rollout.session.errors import Aborted, BadEngineAnswer, RequestRefused, SessionNotFound
 from miles.rollout.session.history import Node, Position, Turn
@@ -93,6 +94,7 @@ class Recorder:
     def __init__(self, config: SessionConfig, tito: TitoTokenizer, store: SessionStore, upstream: Upstream) -> None:
         self.config, self.tito, self.store, self.upstream = config, tito, store, upstream
         self._openers: dict[str, bool] = {}
+        self._experts = expert_layout(config) if config.routed_experts else None
         self._stop_ids = [i for i in (tito.encoder.special_ids.get(s) for s in tito.family.stops) if i is not None]
 
     # ---- before the engine -------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class Recorder:
             "sampling_params": sampling,
             "return_logprob": True,
         }
-        if self.config.routed_experts:
+        if self._experts is not None:
             payload |= {"return_routed_experts": True, "routed_experts_start_len": max(shared - 1, 0)}
         return payload
 
@@ -279,14 +281,13 @@ class Recorder:
         return ids, log_probs
 
     def _routes(self, prepared: Prepared, meta: dict[str, Any], count: int) -> np.ndarray | None:
-        if not self.config.routed_experts:
+        if self._experts is None:
             return None
-        encoded = meta.get("routed_experts")
         rows = prepared.shared + len(prepared.prompt_ids) + count - 1 - max(prepared.shared - 1, 0)
-        flat = np.frombuffer(base64.b64decode(encoded or ""), dtype=np.int32)
-        if not flat.size or flat.size % rows:
-            raise BadEngineAnswer(f"the engine sent {flat.size} expert indices for {rows} rows; nothing was kept")
-        return flat.reshape(rows, -1)
+        try:
+            return self._experts.decode(meta.get("routed_experts") or "", rows)
+        except RouteError as error:
+            raise BadEngineAnswer(f"{error}; nothing was kept") from error
 
     def _text(self, turn: Turn, answer: dict[str, Any]) -> str:
         ids = turn.output_ids.tolist()

@@ -22,8 +22,8 @@ _TENSORS = {
     "tokens": np.int64,
     "loss_mask": np.uint8,
     "rollout_log_probs": np.float64,
-    "rollout_routed_experts": np.int32,
 }
+_ROUTES = "rollout_routed_experts"  # [tokens - 1, moe layers, topk], in whichever integer type holds the experts
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def encode_samples(content: SessionSamples) -> bytes:
             if not np.array_equal(array, exact):
                 raise ValueError(f"sample {i}: {name} does not fit {np.dtype(dtype).name}")
             tensors[f"{name}.{i}"] = array
+        if sample.rollout_routed_experts is not None:
+            tensors[f"{_ROUTES}.{i}"] = np.ascontiguousarray(sample.rollout_routed_experts)
         rows.append(
             {
                 "response": sample.response,
@@ -89,8 +91,8 @@ def _sample(row: dict[str, Any], i: int, tensors: dict[str, np.ndarray], source:
         array = tensors.pop(f"{name}.{i}", None)
         if array is not None and array.dtype != dtype:
             raise ValueError(f"{name}.{i} has type {array.dtype}, not {np.dtype(dtype).name}")
-        value: Any = array if array is None or name == "rollout_routed_experts" else array.tolist()
-        setattr(sample, name, value)
+        setattr(sample, name, None if array is None else array.tolist())
+    sample.rollout_routed_experts = tensors.pop(f"{_ROUTES}.{i}", None)
     sample.response, sample.response_length = row["response"], row["response_length"]
     sample.status = SampleStatus(row["status"])
     sample.weight_versions = row["weight_versions"]

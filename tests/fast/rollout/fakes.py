@@ -32,7 +32,7 @@ def write_tokenizer(directory: Path, template: str | None = CHATML, max_position
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
-    config = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
+    config = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "num_experts": 8, "mlp_only_layers": [0]}
     if max_positions:
         config["max_position_embeddings"] = max_positions
     (directory / "config.json").write_text(json.dumps(config))

@@ -133,27 +133,63 @@ async def test_an_answer_that_breaks_the_token_contract_is_refused(model_dir):
         await run(state_for(model_dir, OneAnswer(odd)), Sample(prompt="ab"))
 
 
-def routed(tokens, prompt, reason, value):
+def routed(tokens, prompt, reason, value, start=0):
+    """Layer 0 is dense, so that engines fill it with zeros."""
     result = answer(tokens, prompt, reason)
-    routes = np.full((prompt + len(tokens) - 1, 2, 2), value, dtype=np.int32)
+    routes = np.zeros((prompt + len(tokens) - 1 - start, 2, 2), dtype=np.int32)
+    routes[:, 1] = value, value + 1
     result["meta_info"]["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
     return result
 
 
 async def test_routes_of_earlier_tokens_stay_as_they_were_sampled(model_dir):
-    """The engine recomputes the whole prefix when a partial sample goes on; its first routes are the true ones."""
-    pool = OneAnswer(routed([7, 8], 2, ABORT, 1), routed([9], 4, STOP, 2))
+    """The engine computes the whole prefix again when a partial sample goes on; only the new rows are asked for."""
+    pool = OneAnswer(routed([7, 8], 2, ABORT, 1), routed([9], 4, STOP, 2, start=3))
     state = state_for(model_dir, pool, use_rollout_routing_replay=True)
     sample = await run(state, Sample(prompt="ab"))
-    assert sample.rollout_routed_experts.shape == (3, 2, 2)
+    assert sample.rollout_routed_experts.shape == (3, 1, 2), "the dense layer stays behind"
+    assert sample.rollout_routed_experts.dtype == np.uint8
     sample = await run(state, sample)
-    assert pool.payloads[0]["return_routed_experts"] is True
-    assert sample.rollout_routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2]
+    asked = [(p["return_routed_experts"], p["routed_experts_start_len"]) for p in pool.payloads]
+    assert asked == [(True, 0), (True, 3)]
+    assert sample.rollout_routed_experts[:, 0].tolist() == [[1, 2], [1, 2], [1, 2], [2, 3]]
     sample.validate()
 
 
-async def test_routes_of_another_shape_are_refused(model_dir):
-    broken = routed([7, 8], 3, STOP, 1)
-    state = state_for(model_dir, OneAnswer(broken), use_rollout_routing_replay=True)
-    with pytest.raises(GenerationError, match="16 expert indices for 3 rows of 2 layers x 2 experts"):
-        await run(state, Sample(prompt="ab"))
+async def test_an_answer_without_a_token_leaves_no_routes_behind(model_dir):
+    """Cut off in the middle of the prompt: what the engine has by then is no row for every token."""
+    pool = OneAnswer(routed([], 2, ABORT, 1, start=1), routed([9], 2, STOP, 2))
+    state = state_for(model_dir, pool, use_rollout_routing_replay=True)
+    sample = await run(state, Sample(prompt="ab"))
+    assert sample.rollout_routed_experts is None
+    sample = await run(state, sample)
+    assert sample.rollout_routed_experts.tolist() == [[[2, 3]], [[2, 3]]]
+
+
+async def test_evaluation_asks_for_no_routes(model_dir):
+    pool = OneAnswer(answer([9], 2, STOP))
+    state = state_for(model_dir, pool, use_rollout_routing_replay=True)
+    given = GenerateFnInput(state, Sample(prompt="ab"), dict(state.sampling_params), evaluation=True)
+    assert (await generate(given)).samples.rollout_routed_experts is None
+    assert "return_routed_experts" not in pool.payloads[0]
+
+
+async def test_routes_that_are_not_those_of_the_tokens_are_refused(model_dir):
+    short, unknown, twice, garbled = (
+        routed([7, 8], prompt, STOP, value) for prompt, value in ((3, 1), (2, 7), (2, 1), (2, 1))
+    )
+    same = np.ones((3, 2, 2), np.int32)
+    twice["meta_info"]["routed_experts"] = base64.b64encode(same.tobytes()).decode()
+    garbled["meta_info"]["routed_experts"] = "?"
+    cases = [
+        (short, "sample 5: the engine sent 16 expert indices for 3 rows of 2 layers x 2 experts"),
+        (unknown, r"sample 5: token 0 in layer 1 goes to experts \[7, 8\], and the model has experts 0 to 7"),
+        (twice, r"sample 5: token 0 in layer 1 .* one of them twice: .* \(3 such places\)"),
+        (garbled, "sample 5: routed_experts is no base64"),
+        (answer([7, 8], 2, STOP), "sample 5: the engine sent no routed experts .* --enable-return-routed-experts"),
+    ]
+    for broken, message in cases:
+        state = state_for(model_dir, OneAnswer(broken), use_rollout_routing_replay=True)
+        with pytest.raises(GenerationError, match=message) as error:
+            await run(state, Sample(index=5, prompt="ab"))
+        assert error.value.category == "bad_routes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,43 @@ def test_every_broken_sample_is_refused_by_its_index():
     text = str(error.value)
     assert text.startswith("9 problems")
     assert [f"sample {i}: " in text for i in range(10)] == [True] * 9 + [False]
+
+
+def test_routes_travel_as_layers_with_experts_in_the_smallest_type(model_dir):
+    replay = args(use_rollout_routing_replay=True, hf_checkpoint=model_dir)  # 2 layers, the first dense; 2 of 8 experts
+    whole = np.stack([np.zeros((4, 2), np.int64), np.arange(8).reshape(4, 2)], axis=1)
+    samples = [
+        finished(0, rollout_routed_experts=whole),
+        finished(1, rollout_routed_experts=whole[:, 1:].astype(np.int32)),
+        finished(2, rollout_routed_experts=None),
+    ]
+    routes = convert_samples_to_train_data(replay, samples)["rollout_routed_experts"]
+    assert routes[0].dtype == np.uint8 and routes[0].tolist() == routes[1].tolist() == whole[:, 1:].tolist()
+    assert routes[2] is None
+    unknown = whole[:, 1:].copy()
+    unknown[2] = -1  # no route for this token
+    routes = convert_samples_to_train_data(replay, [*samples, finished(3, rollout_routed_experts=unknown)])[
+        "rollout_routed_experts"
+    ]
+    assert [None if r is None else r.dtype for r in routes] == [np.int8, np.int8, None, np.int8]
+    assert routes[3].tolist() == unknown.tolist()
+    assert "rollout_routed_experts" not in convert_samples_to_train_data(args(), samples), "nobody would use them"
+
+
+def test_routes_of_another_model_are_refused_by_sample(model_dir):
+    good = np.arange(8).reshape(4, 1, 2)
+    broken = {
+        0: (good + 1, r"token 3 in layer 1 goes to experts \[7, 8\]"),
+        1: (np.where(good == 4, -1, good), r"token 2 in layer 1 goes to experts \[-1, 5\]"),
+        2: (np.zeros((4, 1, 3), int), r"shape \[4, 1, 3\], not \[tokens - 1, 1 layers with experts, 2 experts\]"),
+        3: (good / 2, "type float64"),
+        4: (np.zeros((4, 1, 2), int), "one of them twice"),
+    }
+    samples = [finished(i, rollout_routed_experts=routes) for i, (routes, _) in broken.items()] + [finished(9)]
+    with pytest.raises(TrainDataError) as error:
+        convert_samples_to_train_data(args(use_rollout_routing_replay=True, hf_checkpoint=model_dir), samples)
+    for i, (_, message) in broken.items():
+        assert re.search(f"sample {i}: rollout_routed_experts: .*{message}", str(error.value)), message
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "good"])

@@ -16,6 +16,14 @@ COLUMNS = {
     "one": [np.array([7], dtype=np.int32)],
     "mixed_dtypes": [np.zeros(2, np.int32), np.zeros(2, np.float32)],
     "fillers_among_arrays": [np.zeros(2, np.int32), [0, 0]],
+    "mixed_shapes": [np.zeros((2, 3), np.int32), np.zeros((2, 4), np.int32)],
+    "some_without": [
+        None,
+        np.arange(6, dtype=np.uint8).reshape(1, 3, 2),
+        None,
+        np.arange(12, dtype=np.uint8).reshape(2, 3, 2),
+    ],
+    "nothing": [None, None],
     "routes": [np.zeros((2, 3, 4), np.int32)],
     "lists": [[1, 2], [3]],
     "objects": [np.array([None, "x"], dtype=object)],
@@ -48,7 +56,7 @@ def test_many_small_arrays_travel_as_one_buffer():
     assert len(buffers) == 1
 
 
-def test_only_lists_of_flat_arrays_of_one_dtype_are_joined():
+def test_only_lists_of_arrays_of_one_dtype_and_row_are_joined():
     joined = {name for name, value in pack(COLUMNS).items() if isinstance(value, Ragged)}
-    assert joined == {"tokens", "logp", "one"}
+    assert joined == {"tokens", "logp", "one", "routes", "some_without"}
     assert all(same(value, COLUMNS[name]) for name, value in unpack(pack(COLUMNS)).items())
