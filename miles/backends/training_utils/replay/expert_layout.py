@@ -115,7 +115,7 @@ def routed_rows(routes: np.ndarray) -> np.ndarray:
     """bool `[rows]`: which rows of `[rows, moe layers, topk]` have a route in every layer."""
     if routes.dtype.kind == "u":
         return np.ones(len(routes), dtype=bool)
-    return (routes >= 0).all(axis=(1, 2))
+    return np.all(routes >= 0, axis=(1, 2))
 
 
 def _moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
