@@ -14,10 +14,12 @@ from miles.backends.fsdp_utils.scorer import logits_of_micro_batch, score_micro_
 from miles.backends.training_utils.backend import StepPlan, TrainShard
 from miles.backends.training_utils.batch_runner import BatchRunner
 from miles.backends.training_utils.columns import MicroBatch
+from miles.backends.training_utils.loss_hub.base import Objective
+from miles.backends.training_utils.loss_hub.custom_loss import custom_objective
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.backends.training_utils.metrics import StepMetrics
-from miles.backends.training_utils.objective import Objective, custom_objective, needs_entropy
+from miles.backends.training_utils.objective import needs_entropy
 
 
 class StepRunner(BatchRunner):

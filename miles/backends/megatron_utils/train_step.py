@@ -19,10 +19,12 @@ from miles.backends.megatron_utils.micro_batch import ModelInput
 from miles.backends.training_utils.backend import StepPlan, TrainShard
 from miles.backends.training_utils.batch_runner import BatchRunner, all_gather_vector
 from miles.backends.training_utils.columns import MicroBatch
+from miles.backends.training_utils.loss_hub.base import Objective
+from miles.backends.training_utils.loss_hub.custom_loss import custom_objective
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.backends.training_utils.metrics import StepMetrics
-from miles.backends.training_utils.objective import Objective, custom_objective, needs_entropy
+from miles.backends.training_utils.objective import needs_entropy
 from miles.utils.imports import load_function
 
 

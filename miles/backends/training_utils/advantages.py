@@ -43,7 +43,7 @@ def compute_advantages(
     """Advantages and returns of a shard's samples. Collective with `--normalize-advantages`.
 
     Args:
-        columns: a shard's; `rewards`, `loss_masks` and, for distillation, `teacher_log_probs` are read.
+        columns: a shard's; `rewards`, `loss_masks` and, for PPO, `values`, for distillation, `teacher_log_probs` are read.
         log_probs: the policy's own before the update, fp32 `[response]` a sample; needed for KL shaping and distillation.
         ref_log_probs: the reference's; needed with `--kl-coef`.
         all_reduce: sums over the ranks that hold other samples; None for a single rank.
@@ -56,7 +56,8 @@ def compute_advantages(
     masks = [torch.tensor(m, dtype=torch.float32) for m in columns["loss_masks"]]
     rewards = [float(r) for r in columns["rewards"]]
     kl = _reward_kl(args, masks, log_probs, ref_log_probs)
-    advantages, returns = estimator.advantages(args, AdvantageInputs(rewards, masks, kl))
+    values = _floats(columns.get("values")) if estimator.needs_values else None
+    advantages, returns = estimator.advantages(args, AdvantageInputs(rewards, masks, kl, values))
     distilled = None
     if getattr(args, "use_opd", False):
         given = _floats(columns.get("opd_reverse_kl"))
@@ -84,4 +85,4 @@ def _reward_kl(
 def _floats(column: Sequence[Any] | None) -> list[Tensor] | None:
     if column is None or any(x is None for x in column):
         return None
-    return [torch.as_tensor(x, dtype=torch.float32) for x in column]
+    return [torch.as_tensor(x, dtype=torch.float32).detach() for x in column]

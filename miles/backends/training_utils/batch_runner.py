@@ -21,10 +21,12 @@ from miles.backends.training_utils.backend import StepPlan, TrainShard
 from miles.backends.training_utils.batching.flops import ModelDims
 from miles.backends.training_utils.columns import MicroBatch, check_columns
 from miles.backends.training_utils.finite import check_step_is_finite
+from miles.backends.training_utils.loss_hub.base import Objective
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
+from miles.backends.training_utils.loss_hub.sft_loss import sft_objective
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.backends.training_utils.metrics import StepMetrics
-from miles.backends.training_utils.objective import Objective, policy_objective, sft_objective
+from miles.backends.training_utils.objective import policy_objective
 from miles.backends.training_utils.rollout_metrics import rollout_data_metrics
 from miles.backends.training_utils.scoring import ScoringPlan, plan_scoring
 from miles.backends.training_utils.throughput import batch_flops, peak_tflops, throughput_metrics

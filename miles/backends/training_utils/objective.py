@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.columns import MicroBatch
+from miles.backends.training_utils.loss_hub.base import Objective
 from miles.backends.training_utils.loss_hub.corrections import HookParallelState, vanilla_tis_function
 from miles.backends.training_utils.loss_hub.kl import compute_approx_kl, importance_ratio
 from miles.backends.training_utils.loss_hub.opsm import opsm_keep
@@ -27,14 +28,6 @@ from miles.backends.training_utils.loss_hub.registry import get_estimator
 from miles.backends.training_utils.metrics import StepMetrics
 from miles.backends.training_utils.mismatch import add_contract_metrics, add_mismatch_metrics
 from miles.utils.imports import load_function
-
-
-@dataclass(frozen=True)
-class Objective:
-    """`loss`: the contribution to the step's loss, a scalar with gradient. `metrics`: contributions, detached."""
-
-    loss: Tensor
-    metrics: StepMetrics
 
 
 def needs_entropy(args: Any) -> tuple[bool, bool]:
@@ -88,44 +81,6 @@ def policy_objective(
     add_mismatch_metrics(batch, inputs.trainer, metrics, norm)
     add_contract_metrics(batch, metrics)
     return Objective(loss, metrics)
-
-
-def sft_objective(args: Any, batch: MicroBatch, log_probs: Tensor, totals: StepTotals) -> Objective:
-    """Negative log-likelihood of the trainable tokens, `log_probs` flat `[R]` at temperature 1."""
-    metrics = StepMetrics()
-    loss = batch.reducer(-log_probs) / totals.normalizer(args)
-    metrics.add("train/loss", loss)
-    bad = (batch.mask > 0) & ~torch.isfinite(log_probs.detach())
-    metrics.add("train/nonfinite_tokens", bad.sum())
-    return Objective(loss, metrics)
-
-
-def custom_objective(args: Any, batch: MicroBatch, logits: Tensor, totals: StepTotals) -> Objective:
-    """`--custom-loss-function-path`: `f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`.
-
-    The function gets the micro-batch's columns as a dict of lists, the model's logits (`[1, T, V]` or `[B, S, V]`,
-    not tempered) and the reducer; what it returns, loss and metric values alike, are sums over samples (or tokens), and
-    are divided by the step's normaliser here.
-    """
-    function = load_function(args.custom_loss_function_path)
-    if function is None:
-        raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
-    columns = dict(batch.columns)
-    columns.update(
-        unconcat_tokens=[torch.as_tensor(t, dtype=torch.int64, device=logits.device) for t in batch.columns["tokens"]],
-        loss_masks=batch.loss_masks,
-        response_lengths=batch.response_lengths,
-        total_lengths=batch.total_lengths,
-        rollout_mask_sums=batch.rollout_mask_sums,
-    )
-    loss, values = function(args, columns, logits, batch.reducer)
-    norm = totals.normalizer(args)
-    metrics = StepMetrics()
-    metrics.add("train/loss", loss / norm)
-    for name, value in values.items():
-        if name != "loss":
-            metrics.add(f"train/{name}", torch.as_tensor(value) / norm)
-    return Objective(loss / norm, metrics)
 
 
 def _flag(args: Any, name: str) -> bool:

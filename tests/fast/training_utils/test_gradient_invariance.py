@@ -13,6 +13,11 @@ VARIANTS = {
     "gspo": dict(advantage_estimator="gspo", eps_clip=0.3),
     "cispo": dict(advantage_estimator="cispo"),
     "reinforce_plus_plus": dict(advantage_estimator="reinforce_plus_plus", normalize_advantages=True, kl_coef=0.1),
+    "reinforce_plus_plus_baseline": dict(
+        advantage_estimator="reinforce_plus_plus_baseline", normalize_advantages=True, kl_coef=0.1
+    ),
+    "ppo": dict(advantage_estimator="ppo", gamma=0.9, lambd=0.9, normalize_advantages=True),
+    "value": dict(advantage_estimator="ppo", loss_type="value_loss"),
     "kl_and_entropy": dict(
         use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01, use_unbiased_kl=True
     ),

@@ -4,86 +4,24 @@ import pytest
 import torch
 
 from miles.backends.training_utils.columns import MicroBatch
-from miles.backends.training_utils.loss_hub.reducers import StepTotals
-from miles.backends.training_utils.objective import custom_objective, policy_objective, sft_objective
+from miles.backends.training_utils.objective import policy_objective
 from miles.utils.imports import register_function
+from tests.fast.training_utils.example import (
+    ADVANTAGES,
+    INF,
+    LOG_PROBS,
+    MASKS,
+    NAN,
+    OLD,
+    REF,
+    TOTALS,
+    columns,
+    evaluate,
+    flat,
+    slow_reduce,
+    slow_token_losses,
+)
 from tests.fast.training_utils.toy import make_args
-
-NAN, INF = float("nan"), float("inf")
-
-LOG_PROBS = [[-1.0, -0.2, -2.0], [-0.7, -3.0], [-1.1]]
-OLD = [[-1.5, -0.9, -1.9], [-0.6, -2.0], [-1.1]]
-ROLLOUT = [[-1.4, -0.2, -2.2], [-0.7, -2.9], [-1.0]]
-REF = [[-1.2, -0.4, -1.0], [-0.1, -2.5], [-2.0]]
-ADVANTAGES = [[1.0, 1.0, 1.0], [-2.0, -2.0], [0.5]]
-MASKS = [[1, 0, 1], [1, 1], [1]]
-SUMS = [4, 4, 1]  # the first two samples are one execution
-TOTALS = StepTotals(num_rollouts=2, num_tokens=5)
-
-
-def flat(rows):
-    return [x for row in rows for x in row]
-
-
-def columns(**changes):
-    base = dict(
-        tokens=[[0] * (len(m) + 2) for m in MASKS],
-        total_lengths=[len(m) + 2 for m in MASKS],
-        response_lengths=[len(m) for m in MASKS],
-        loss_masks=MASKS,
-        rollout_mask_sums=SUMS,
-        log_probs=OLD,
-        rollout_log_probs=ROLLOUT,
-        ref_log_probs=REF,
-        advantages=ADVANTAGES,
-    )
-    return {k: v for k, v in {**base, **changes}.items() if v is not None}
-
-
-def evaluate(args, log_probs=None, entropy=None, *, columns_=None, totals=TOTALS, **kwargs):
-    """(loss, gradient by the log-probs, metrics)."""
-    leaf = torch.tensor(flat(log_probs or LOG_PROBS), requires_grad=True)
-    cols = columns_ or columns()
-    batch = MicroBatch.from_columns(args, cols, range(len(cols["tokens"])))
-    objective = policy_objective(args, batch, leaf, entropy, totals, **kwargs)
-    (grad,) = torch.autograd.grad(objective.loss, leaf)
-    return objective.loss.item(), grad, objective.metrics.reduce()
-
-
-def slow_token_losses(args, old=OLD, log_probs=LOG_PROBS):
-    """Per-token losses [sample][token], written out with python floats."""
-    low, high = 1 - args.eps_clip, 1 + (args.eps_clip if args.eps_clip_high is None else args.eps_clip_high)
-    out, clips = [], []
-    for mask, lp, lo, advantage in zip(MASKS, log_probs, old, ADVANTAGES, strict=True):
-        mean = sum(m * (a - b) for m, a, b in zip(mask, lp, lo, strict=True)) / max(sum(mask), 1)
-        losses, clipped = [], []
-        for t in range(len(mask)):
-            log_ratio = mean if args.advantage_estimator == "gspo" else lp[t] - lo[t]
-            ratio = math.exp(min(max(log_ratio, -20), 20))
-            weight = min(max(ratio, low), high)
-            a = advantage[t]
-            if args.advantage_estimator == "cispo":
-                losses.append(-weight * a * lp[t])
-                clipped.append(float(weight != ratio))
-                continue
-            plain, cut = -ratio * a, -weight * a
-            loss = max(plain, cut)
-            if args.eps_clip_c is not None and a < 0:
-                loss = min(-args.eps_clip_c * a, loss)
-            losses.append(loss)
-            clipped.append(float(cut > plain))
-        out.append(losses)
-        clips.append(clipped)
-    return out, clips
-
-
-def slow_reduce(args, per_token, masks=MASKS, sums=SUMS):
-    if args.calculate_per_token_loss:
-        return sum(x * m for xs, ms in zip(per_token, masks, strict=True) for x, m in zip(xs, ms, strict=True)) / 5
-    total = 0.0
-    for xs, ms, d in zip(per_token, masks, sums, strict=True):
-        total += sum(x * m for x, m in zip(xs, ms, strict=True)) / max(d, 1)
-    return total / 2
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus"])
@@ -251,119 +189,6 @@ def test_distillation_is_reported():
     )
 
 
-# ---- corrections ------------------------------------------------------------------------------------------------------
-
-ICEPOP = "miles.backends.training_utils.loss_hub.corrections.icepop_function"
-
-
-@pytest.mark.parametrize("path", [None, ICEPOP])
-def test_corrections_written_out(path):
-    args = make_args(use_tis=True, tis_clip=1.05, tis_clip_low=0.85, custom_tis_function_path=path)
-    loss, _, metrics = evaluate(args)
-    losses, _ = slow_token_losses(args)
-    raw = [[math.exp(a - b) for a, b in zip(p, q, strict=True)] for p, q in zip(OLD, ROLLOUT, strict=True)]
-    if path is None:
-        weights = [[min(max(x, 0.85), 1.05) for x in xs] for xs in raw]
-    else:
-        weights = [[x if 0.85 <= x <= 1.05 else 0.0 for x in xs] for xs in raw]
-    weighted = [[a * w for a, w in zip(x, ws, strict=True)] for x, ws in zip(losses, weights, strict=True)]
-    assert loss == pytest.approx(slow_reduce(args, weighted), rel=1e-5)
-    assert metrics["train/tis"] == pytest.approx(slow_reduce(args, raw), rel=1e-5)
-    cut = [[float(abs(a - b) > 1e-9) for a, b in zip(x, y, strict=True)] for x, y in zip(raw, weights, strict=True)]
-    assert metrics["train/tis_clipfrac"] == pytest.approx(slow_reduce(args, cut), rel=1e-5)
-    assert metrics["train/tis_abs"] == pytest.approx(
-        slow_reduce(args, [[abs(x - 1) for x in xs] for xs in raw]), rel=1e-5
-    )
-    ois = [[math.exp(a - b) for a, b in zip(p, q, strict=True)] for p, q in zip(LOG_PROBS, OLD, strict=True)]
-    assert metrics["train/ois"] == pytest.approx(slow_reduce(args, ois), rel=1e-5)
-
-
-def test_rejected_tokens_leave_the_numerator_and_stay_in_denominator_and_metrics():
-    def reject(
-        args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs
-    ):
-        assert [len(x) for x in train_log_probs] == response_lengths == [3, 2, 1] and total_lengths == [5, 4, 3]
-        masks = [m.clone() for m in loss_masks]
-        masks[0][0] = 0
-        return pg_loss, masks, {"seen": torch.ones(6)}
-
-    register_function("tests.reject", reject)
-    args = make_args(use_tis=True, custom_tis_function_path="tests.reject")
-    loss, _, metrics = evaluate(args)
-    losses, _ = slow_token_losses(args)
-    assert loss == pytest.approx(slow_reduce(args, losses, masks=[[0, 0, 1], [1, 1], [1]]), rel=1e-5)
-    assert metrics["train/seen"] == pytest.approx(slow_reduce(args, [[1] * 3, [1] * 2, [1]])), "counts rejected tokens"
-
-
-def test_mismatch_metrics_alone_leave_the_loss_as_it_is():
-    def double(args, *, pg_loss, loss_masks, **kwargs):
-        return 2 * pg_loss, [torch.zeros_like(m) for m in loss_masks], {"tis": torch.ones(6)}
-
-    register_function("tests.double", double)
-    plain = evaluate(make_args())
-    watched = evaluate(make_args(get_mismatch_metrics=True, custom_tis_function_path="tests.double"))
-    assert watched[0] == plain[0] and torch.equal(watched[1], plain[1])
-    assert "train/tis" in watched[2] and "train/tis" not in plain[2]
-
-
-def test_a_hook_may_take_everything_by_keyword_and_sees_whole_responses():
-    def hook(**kwargs):
-        assert set(kwargs) == {"args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"} | {
-            "total_lengths",
-            "response_lengths",
-            "parallel_state",
-            "max_seq_lens",
-        }
-        assert kwargs["parallel_state"].cp.size == 1
-        return kwargs["pg_loss"], kwargs["loss_masks"], {}
-
-    register_function("tests.hook", hook)
-    evaluate(make_args(use_tis=True, custom_tis_function_path="tests.hook"))
-
-
-def test_masks_of_another_length_are_refused():
-    def short(args, *, pg_loss, loss_masks, **kwargs):
-        return pg_loss, [m[:1] for m in loss_masks], {}
-
-    register_function("tests.short", short)
-    with pytest.raises(ValueError, match=r"tests.short returned loss masks of \[1, 1, 1\] tokens"):
-        evaluate(make_args(use_tis=True, custom_tis_function_path="tests.short"))
-
-
-@pytest.mark.parametrize(("column", "side"), [("rollout_log_probs", "engine's")])
-def test_a_correction_without_both_sides_is_an_error(column, side):
-    with pytest.raises(ValueError, match=side):
-        evaluate(make_args(use_tis=True), columns_=columns(**{column: None}))
-
-
-def test_a_custom_correction_may_run_without_trainer_scored_log_probs():
-    seen = {}
-
-    def look(args, *, pg_loss, train_log_probs, loss_masks, **kwargs):
-        seen["train"] = train_log_probs
-        return pg_loss, loss_masks, {}
-
-    register_function("tests.look", look)
-    args = make_args(
-        use_tis=False, use_rollout_logprobs=True, get_mismatch_metrics=True, custom_tis_function_path="tests.look"
-    )
-    evaluate(args, columns_=columns(log_probs=None))
-    assert seen["train"] is None
-
-
-def test_custom_reducer_gets_the_public_arguments():
-    def reducer(total_lengths, response_lengths, masks, calculate_per_token_loss):
-        assert total_lengths == [5, 4, 3] and response_lengths == [3, 2, 1] and calculate_per_token_loss is False
-        return lambda x: (torch.cat(masks) * x).sum() / 100  # a constant denominator
-
-    register_function("tests.reducer", reducer)
-    args = make_args(custom_pg_loss_reducer_function_path="tests.reducer")
-    loss, _, _ = evaluate(args)
-    losses, _ = slow_token_losses(args)
-    want = sum(x * m for xs, ms in zip(losses, MASKS, strict=True) for x, m in zip(xs, ms, strict=True)) / 100 / 2
-    assert loss == pytest.approx(want, rel=1e-5)
-
-
 # ---- which log-probs are old -------------------------------------------------------------------------------------------
 
 
@@ -389,65 +214,14 @@ def test_missing_old_log_probs_are_an_error():
         evaluate(make_args(entropy_coef=0.1))
 
 
-def test_mismatch_is_measured_against_the_trainers_own_score_whatever_the_loss_uses():
-    args = make_args(use_rollout_logprobs=True)
-    loss, _, metrics = evaluate(args)
-    losses, _ = slow_token_losses(args, old=ROLLOUT)
-    assert loss == pytest.approx(slow_reduce(args, losses), rel=1e-5), "the loss starts from the engine's"
-    gaps = [[abs(a - b) for a, b in zip(p, q, strict=True)] for p, q in zip(OLD, ROLLOUT, strict=True)]
-    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(slow_reduce(args, gaps), rel=1e-4)
-    trained = [g for gs, ms in zip(gaps, MASKS, strict=True) for g, m in zip(gs, ms, strict=True) if m]
-    assert metrics["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(max(trained), rel=1e-4)
-    kl = [[math.exp(t - r) - 1 + r - t for t, r in zip(p, q, strict=True)] for p, q in zip(OLD, ROLLOUT, strict=True)]
-    assert metrics["train/train_rollout_kl"] == pytest.approx(slow_reduce(args, kl), rel=1e-3)
+def test_custom_reducer_gets_the_public_arguments():
+    def reducer(total_lengths, response_lengths, masks, calculate_per_token_loss):
+        assert total_lengths == [5, 4, 3] and response_lengths == [3, 2, 1] and calculate_per_token_loss is False
+        return lambda x: (torch.cat(masks) * x).sum() / 100  # a constant denominator
 
-
-def test_exact_ratio_counts_tokens_that_agree_bit_for_bit():
-    exact = columns(log_probs=ROLLOUT)
-    assert evaluate(make_args(), columns_=exact)[2]["contract/logprob_exact_ratio"] == 1.0
-    almost = [[*ROLLOUT[0][:2], ROLLOUT[0][2] + 1e-6], *ROLLOUT[1:]]
-    assert evaluate(make_args(), columns_=columns(log_probs=almost))[2]["contract/logprob_exact_ratio"] == 4 / 5
-    bare = evaluate(make_args(), columns_=columns(rollout_log_probs=None))[2]
-    assert "contract/logprob_exact_ratio" not in bare
-
-
-def test_version_coverage_counts_trained_tokens_with_a_version():
-    spans = [[(3, 0, 2)], [(3, 0, 1), (4, 1, 2)], []]
-    metrics = evaluate(make_args(), columns_=columns(version_spans=spans))[2]
-    assert metrics["contract/version_coverage"] == pytest.approx(3 / 5)  # 1 of 2, 2 of 2, 0 of 1
-    assert evaluate(make_args())[2]["contract/version_coverage"] == 0.0
-
-
-# ---- other losses -----------------------------------------------------------------------------------------------------
-
-
-def test_sft_loss_written_out_and_masked_nan_harmless():
-    args = make_args(loss_type="sft_loss")
-    batch = MicroBatch.from_columns(args, columns(), range(3))
-    leaf = torch.tensor([-1.0, NAN, -2.0, -0.7, -3.0, -1.1], requires_grad=True)
-    objective = sft_objective(args, batch, leaf, TOTALS)
-    assert objective.loss.item() == pytest.approx(slow_reduce(args, [[1.0, 0.0, 2.0], [0.7, 3.0], [1.1]]))
-    (grad,) = torch.autograd.grad(objective.loss, leaf)
-    assert grad.tolist() == pytest.approx([-1 / 8, 0, -1 / 8, -1 / 8, -1 / 8, -1 / 2])
-
-
-def test_custom_loss_gets_columns_logits_and_the_reducer():
-    def loss(args, batch, logits, sum_of_sample_mean):
-        assert batch["response_lengths"] == [3, 2, 1] and batch["advantages"][1].tolist() == [-2.0, -2.0]
-        assert [len(t) for t in batch["unconcat_tokens"]] == batch["total_lengths"]
-        value = sum_of_sample_mean(logits.flatten()[:6])
-        return value, {"mine": value.detach()}
-
-    register_function("tests.custom_loss", loss)
-    args = make_args(loss_type="custom_loss", custom_loss_function_path="tests.custom_loss")
-    logits = torch.ones(1, 6, 1, requires_grad=True)
-    objective = custom_objective(args, MicroBatch.from_columns(args, columns(), range(3)), logits, TOTALS)
-    want = slow_reduce(args, [[1.0] * 3, [1.0] * 2, [1.0]])
-    assert objective.loss.item() == pytest.approx(want)
-    assert objective.metrics.reduce() == pytest.approx({"train/loss": want, "train/mine": want})
-
-
-def test_custom_loss_without_a_path_names_the_flag():
-    args = make_args(loss_type="custom_loss", custom_loss_function_path=None)
-    with pytest.raises(ValueError, match="--custom-loss-function-path"):
-        custom_objective(args, MicroBatch.from_columns(args, columns(), range(3)), torch.ones(1, 6, 1), TOTALS)
+    register_function("tests.reducer", reducer)
+    args = make_args(custom_pg_loss_reducer_function_path="tests.reducer")
+    loss, _, _ = evaluate(args)
+    losses, _ = slow_token_losses(args)
+    want = sum(x * m for xs, ms in zip(losses, MASKS, strict=True) for x, m in zip(xs, ms, strict=True)) / 100 / 2
+    assert loss == pytest.approx(want, rel=1e-5)

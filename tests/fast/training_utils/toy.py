@@ -17,8 +17,10 @@ from miles.backends.training_utils.batching.shards import split_train_data
 from miles.backends.training_utils.columns import MicroBatch, check_columns
 from miles.backends.training_utils.logprobs import linear_log_probs, loss_temperature
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
+from miles.backends.training_utils.loss_hub.sft_loss import sft_objective
+from miles.backends.training_utils.loss_hub.value_loss import value_objective
 from miles.backends.training_utils.metrics import StepMetrics
-from miles.backends.training_utils.objective import needs_entropy, policy_objective, sft_objective
+from miles.backends.training_utils.objective import needs_entropy, policy_objective
 
 VOCAB, HIDDEN = 23, 12
 
@@ -51,6 +53,7 @@ def make_args(**changes: Any) -> SimpleNamespace:
         get_mismatch_metrics=False,
         use_opsm=False,
         opsm_delta=1e-4,
+        value_clip=0.2,
         use_opd=False,
         opd_kl_coef=1.0,
         global_batch_size=4,
@@ -148,6 +151,7 @@ def make_columns(count: int = 12, *, siblings: bool = True, seed: int = 3, refer
     )
     if reference:
         columns["ref_log_probs"] = noisy(0.5)
+    columns["values"] = noisy(0.5)
     return columns
 
 
@@ -183,6 +187,8 @@ def run_step(
             )
             if args.loss_type == "sft_loss":
                 objective = sft_objective(args, batch, log_probs, totals)
+            elif args.loss_type == "value_loss":  # the log-probs stand in for what a value head gives
+                objective = value_objective(args, batch, log_probs, totals)
             else:
                 objective = policy_objective(args, batch, log_probs, entropy, totals)
             objective.loss.backward()

@@ -1,4 +1,4 @@
-"""What an advantage estimator is: how rewards become advantages, and which per-token loss they enter."""
+"""What an advantage estimator is: how rewards become advantages, and which per-token loss they enter. What a loss returns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles.backends.training_utils.metrics import StepMetrics
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One rank's samples, one entry each. `kl` is the per-token estimate against the reference, zeros without one."""
+    """One rank's samples, one entry each.
+
+    `kl` is the per-token estimate against the reference, zeros without one; `values` are the critic's, None without one.
+    """
 
     rewards: Sequence[float]
     loss_masks: Sequence[Tensor]  # fp32 [response]
     kl: Sequence[Tensor]  # fp32 [response]
+    values: Sequence[Tensor] | None = None  # fp32 [response]
 
 
 # (advantages, returns), fp32 [response] a sample
@@ -32,6 +38,14 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """`loss`: the contribution to the step's loss, a scalar with gradient. `metrics`: contributions, detached."""
+
+    loss: Tensor
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True)
 class Estimator:
     """One `--advantage-estimator`.
 
@@ -42,6 +56,7 @@ class Estimator:
         centers_rewards: the group's mean is taken off rewards before.
         scales_rewards: and they are divided by the group's standard deviation.
         needs_whitening: `--normalize-advantages` is not optional.
+        needs_values: a critic's values enter the advantages.
     """
 
     name: str
@@ -51,6 +66,7 @@ class Estimator:
     centers_rewards: bool = False
     scales_rewards: bool = False
     needs_whitening: bool = False
+    needs_values: bool = False
 
 
 def broadcast_reward(args: Any, inputs: AdvantageInputs) -> Advantages:

@@ -1,4 +1,8 @@
-"""Per-token KL estimators. Source: J. Schulman, "Approximating KL divergence"; d = log p - log base, in fp32."""
+"""Per-token KL estimators; d = log p - log base, in fp32.
+
+Sources: J. Schulman, "Approximating KL divergence" (k1, k2, k3); DeepSeek-AI 2025, DeepSeek-V3.2 (the unbiased variant: k3
+is an estimate under its own policy, and tokens of an older one are weighted by the ratio).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Off-policy sequence masking: drop tokens with a negative advantage from sequences that the policy has left behind."""
+"""Off-policy sequence masking: drop tokens with a negative advantage from sequences that the policy has left behind.
+
+Source: DeepSeek-AI 2025, DeepSeek-V3.2, "off-policy sequence masking".
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ ranks simply add up, and neither gradients nor logged values depend on the split
 - default: a reducer gives `sum_i sum_t x m / D_i`, D_i the trainable tokens of the whole rollout that sample i belongs
   to; the normaliser is the rollouts of the step. Siblings of one execution make one token-weighted mean.
 - `--calculate-per-token-loss`: `sum_i sum_t x m`; the normaliser is the trainable tokens of the step.
+
+Sources: Shao et al. 2024, DeepSeekMath (mean of samples' means); Yu et al. 2025, DAPO (mean over tokens).
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ from miles.backends.training_utils.loss_hub.base import Estimator
 from miles.backends.training_utils.loss_hub.cispo import CISPO
 from miles.backends.training_utils.loss_hub.grpo import GRPO
 from miles.backends.training_utils.loss_hub.gspo import GSPO
+from miles.backends.training_utils.loss_hub.ppo import PPO
 from miles.backends.training_utils.loss_hub.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from miles.backends.training_utils.loss_hub.reinforce_plus_plus_baseline import REINFORCE_PLUS_PLUS_BASELINE
 
 ESTIMATORS: dict[str, Estimator] = {
-    estimator.name: estimator for estimator in (GRPO, GSPO, CISPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE)
+    estimator.name: estimator
+    for estimator in (GRPO, GSPO, CISPO, PPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE)
 }
 
 

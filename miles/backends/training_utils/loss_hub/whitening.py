@@ -1,4 +1,4 @@
-"""Advantage whitening over the whole rollout batch, all ranks together."""
+"""Advantage whitening over the whole rollout batch, all ranks together. Source: Hu 2025, REINFORCE++ (global batch)."""
 
 from __future__ import annotations
 
