@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from miles.arguments.owners import OWNERS
 from miles.arguments.parser import did_you_mean
 from miles.arguments.rules.rule import RuleSet
 from miles.arguments.systems import missing, works
+from miles.utils.imports import ImportPathError, load_function
 
 
 def _asked_for(args: Args) -> Iterator[Flag]:
@@ -75,12 +77,24 @@ def spelled(flag: Flag, value: object) -> str:
 
 def attributes_from_yaml(args: Args) -> Iterator[str]:
     """Keys of `--custom-config-path` that nothing declared: right for hooks, and what a misspelt flag looks like."""
-    names = [f"{name}{did_you_mean(name, FLAGS, _ALIKE)}" for name in args.yaml_attributes]
+    read = _settings_of_hooks(args)
+    names = [f"{name}{did_you_mean(name, FLAGS, _ALIKE)}" for name in args.yaml_attributes if name not in read]
     if names:
         verb, what = (
             ("is no flag and becomes", "an attribute") if len(names) == 1 else ("are no flags and become", "attributes")
         )
         yield f"--custom-config-path: {', '.join(names)} {verb} {what} of args that only your own functions read"
+
+
+def _settings_of_hooks(args: Args) -> set[str]:
+    """Names that functions given by import path say they read: their attribute `settings`."""
+    read: set[str] = set()
+    for name in args.given:
+        flag = FLAGS.get(name)
+        if flag is not None and flag.hook is not None and getattr(args, name) is not None:
+            with contextlib.suppress(ImportPathError):  # the rule on hooks reports it
+                read.update(getattr(load_function(getattr(args, name)), "settings", ()))
+    return read
 
 
 _ALIKE = 0.7  # how much like a flag's name a key must be for the flag to be offered

@@ -104,6 +104,17 @@ def broken_hooks(args: Args) -> Iterator[str]:
         flag = FLAGS.get(name)
         if flag is not None and flag.hook is not None and getattr(args, name) is not None:
             yield from problems_of(flag.option, flag.hook, getattr(args, name))
+            yield from _broken_settings(args, flag.option, getattr(args, name))
+
+
+def _broken_settings(args: Args, option: str, path: str) -> Iterator[str]:
+    """A function that reads settings of its own may say what is wrong with them: `setting_problems(args)`."""
+    try:
+        ask = getattr(load_function(path), "setting_problems", None)
+    except ImportPathError:
+        return
+    if ask is not None:
+        yield from (f"{option} {path}: {problem}" for problem in ask(args))
 
 
 def problems_of(option: str, hook: str, path: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from miles.backends.training_utils.batching.flops import ModelDims
 from miles.backends.training_utils.columns import MicroBatch, check_columns
 from miles.backends.training_utils.finite import check_step_is_finite
 from miles.backends.training_utils.loss_hub.base import Objective
+from miles.backends.training_utils.loss_hub.corrections import local_step_sums, needs_step_sums
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
 from miles.backends.training_utils.loss_hub.sft_loss import sft_objective
 from miles.backends.training_utils.lr_schedule import LRSchedule
@@ -54,6 +55,7 @@ class BatchRunner(ABC):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_tflops = peak_tflops(args, name)
         self.times: dict[str, float] = {}
+        self.correction_sums: Tensor | None = None
         self.trained_log_probs: dict[int, Tensor] = {}  # of the training pass, where they are the old ones too
         # fp16 gradients of small losses underflow: they are computed from a larger loss, and divided again.
         self.loss_scale = 4096.0 if getattr(args, "fp16", False) else 1.0
@@ -174,6 +176,7 @@ class BatchRunner(ABC):
 
     def _step(self, shard: TrainShard, index: int, step: StepPlan, old_is_current: bool) -> dict[str, float]:
         self.before_step(shard.rollout_id, index)
+        self.correction_sums = self._correction_sums(shard, step)
         metrics = self.accumulate_gradients(shard, step, old_is_current=old_is_current)
         grad_norm = self.clip_gradients()
         values = self.reduce(metrics)
@@ -183,6 +186,15 @@ class BatchRunner(ABC):
             self.schedule.step()
         self.drop_gradients()
         return values
+
+    def _correction_sums(self, shard: TrainShard, step: StepPlan) -> Tensor | None:
+        """What the correction adds up over the whole step, all ranks; None where it adds up nothing."""
+        if not needs_step_sums(self.args):
+            return None
+        indices = [i for micro_batch in step.micro_batches for i in micro_batch]
+        batch = MicroBatch.from_columns(self.args, shard.columns, indices)
+        local = local_step_sums(self.args, batch.get("log_probs"), batch.get("rollout_log_probs"), batch.loss_masks)
+        return None if local is None else self.gather(local.to(self.device)).sum(0)
 
     # ---- the objective of one micro-batch ------------------------------------------------------------------------
 
@@ -197,7 +209,7 @@ class BatchRunner(ABC):
         old_is_current: bool,
     ) -> Objective:
         """The loss of samples `indices` from their log-probs `[R]`, for every loss that needs nothing else."""
-        totals = StepTotals(step.num_rollouts, step.num_tokens)
+        totals = StepTotals(step.num_rollouts, step.num_tokens, self.correction_sums)
         if getattr(self.args, "loss_type", "policy_loss") == "sft_loss":
             return sft_objective(self.args, batch, log_probs, totals)
         if old_is_current:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from miles.backends.training_utils.columns import MicroBatch
 from miles.backends.training_utils.loss_hub.base import Objective
-from miles.backends.training_utils.loss_hub.corrections import HookParallelState, vanilla_tis_function
+from miles.backends.training_utils.loss_hub.corrections import HookParallelState, correction_of
 from miles.backends.training_utils.loss_hub.kl import compute_approx_kl, importance_ratio
 from miles.backends.training_utils.loss_hub.opsm import opsm_keep
 from miles.backends.training_utils.loss_hub.policy_loss import ratio_of
@@ -27,7 +27,6 @@ from miles.backends.training_utils.loss_hub.reducers import StepTotals, pg_loss_
 from miles.backends.training_utils.loss_hub.registry import get_estimator
 from miles.backends.training_utils.metrics import StepMetrics
 from miles.backends.training_utils.mismatch import add_contract_metrics, add_mismatch_metrics
-from miles.utils.imports import load_function
 
 
 def needs_entropy(args: Any) -> tuple[bool, bool]:
@@ -63,7 +62,7 @@ def policy_objective(
     inputs = _policy_inputs(args, batch, log_probs, old_is_current)
     token = estimator.token_loss(args, inputs.log_ratio, inputs.advantages, inputs.log_probs)
     loss_tokens = _mask_drifted(args, batch, token.loss, inputs, metrics, norm)
-    loss_tokens, masks = _correct(args, batch, loss_tokens, inputs, metrics, norm)
+    loss_tokens, masks = _correct(args, batch, loss_tokens, inputs, metrics, totals)
     reduce = pg_loss_reducer(args, batch.total_lengths, batch.response_lengths, masks, batch.rollout_mask_sums)
     pg_loss = reduce(loss_tokens) / norm
     loss = pg_loss + _entropy_term(args, batch, entropy, metrics, norm)
@@ -163,14 +162,13 @@ def _correct(
     loss_tokens: Tensor,
     inputs: _PolicyInputs,
     metrics: StepMetrics,
-    norm: float,
+    totals: StepTotals,
 ) -> tuple[Tensor, list[Tensor]]:
     """Apply TIS, clip-or-pop or a custom hook; with `--get-mismatch-metrics` alone, only look."""
-    used, watched = _flag(args, "use_tis"), _flag(args, "get_mismatch_metrics")
-    if not used and not watched:
+    function = correction_of(args)
+    if function is None:
         return loss_tokens, batch.loss_masks
-    function = load_function(getattr(args, "custom_tis_function_path", None)) or vanilla_tis_function
-    rollout = batch.flat("rollout_log_probs")
+    rollout, norm = batch.flat("rollout_log_probs"), totals.normalizer(args)
 
     def lists(flat: Tensor | None) -> list[Tensor] | None:
         return None if flat is None else batch.split(torch.where(inputs.valid, flat, 0.0))
@@ -185,12 +183,13 @@ def _correct(
         response_lengths=batch.response_lengths,
         parallel_state=HookParallelState(),
         max_seq_lens=None,
+        **({} if totals.correction is None else {"step_sums": totals.correction}),
     )
     metrics.add("train/ois", batch.reducer(ratio_of(inputs.log_ratio.detach())) / norm)
     for name, value in values.items():
         metrics.add(f"train/{name}", batch.reducer(value.detach()) / norm)
     _check_masks(args, batch, masks)
-    return (corrected, list(masks)) if used else (loss_tokens, batch.loss_masks)
+    return (corrected, list(masks)) if _flag(args, "use_tis") else (loss_tokens, batch.loss_masks)
 
 
 def _check_masks(args: Any, batch: MicroBatch, masks: Sequence[Tensor]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.backends.training_utils.backend import TrainShard
+from miles.backends.training_utils.loss_hub.corrections import needs_step_sums
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def plan_scoring(args: Any, shard: TrainShard, *, deterministic_forward: bool = 
         and len(shard.steps) == 1
         and deterministic_forward
         and not getattr(args, "keep_old_actor", False)
+        and not needs_step_sums(args)
     )
     brought = "log_probs" in shard.columns
     skip = single and not shaped and not brought
@@ -57,6 +59,8 @@ def _check_skippable(args: Any, shard: TrainShard, deterministic_forward: bool) 
     for name in ("kl_coef", "use_opd", "keep_old_actor"):
         if getattr(args, name, None):
             problems.append(f"--{name.replace('_', '-')} needs them before training")
+    if needs_step_sums(args):
+        problems.append("the correction sums over the whole step before it starts")
     if "log_probs" in shard.columns:
         problems.append("the batch brings log_probs of its own")
     if problems:

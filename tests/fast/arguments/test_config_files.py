@@ -62,6 +62,15 @@ def test_a_key_that_a_function_declared_is_no_surprise(command, yaml):
     assert args.think_times == 3 and args.warnings == ()
 
 
+def test_settings_of_a_correction_are_checked_and_are_no_surprise(command, yaml, capsys):
+    path = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+    line = command("--use-tis", "--custom-tis-function-path", path)
+    args = parse_args([*line, "--custom-config-path", yaml("tis_mode: mask\nrs_veto_threshold: 0.1\n")])
+    assert args.tis_mode == "mask" and args.warnings == ()
+    err = refused([*line, "--custom-config-path", yaml("tis_mode: drop\ntis_level: word\n")], capsys)
+    assert "tis_mode 'drop' is not one of truncate, clip, mask" in err and "tis_level 'word'" in err
+
+
 def test_a_misspelt_key_is_not_taken_for_an_attribute(command, yaml, capsys):
     err = refused(command("--custom-config-path", yaml("rollout_temprature: 0.5\n")), capsys)
     assert "rollout_temprature is no flag (did you mean rollout_temperature" in err

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.fast.training_utils.toy import ToyModel, make_args, make_columns, num_rollouts, run_step
 
+MIS = "miles.backends.training_utils.loss_hub.mis.compute_mis_weights_with_cp"
 VARIANTS = {
     "grpo": {},
     "per_token": dict(calculate_per_token_loss=True),
@@ -27,6 +28,18 @@ VARIANTS = {
         tis_clip=1.5,
         tis_clip_low=0.5,
         custom_tis_function_path="miles.backends.training_utils.loss_hub.corrections.icepop_function",
+    ),
+    "mis_normalised": dict(use_tis=True, tis_batch_normalize=True, custom_tis_function_path=MIS),
+    "mis_sequences": dict(
+        use_tis=True,
+        tis_level="sequence",
+        tis_mode="mask",
+        tis_upper_bound=3.0,
+        tis_batch_normalize=True,
+        use_rs=True,
+        rs_level="geometric",
+        rs_veto_threshold=0.3,
+        custom_tis_function_path=MIS,
     ),
     "opsm": dict(use_opsm=True),
     "rollout_logprobs": dict(use_rollout_logprobs=True),

@@ -89,3 +89,36 @@ def test_gradients_are_not_kept():
     m.add("x", x * 2)
     assert m.reduce() == {"x": 2.0}
     assert not m._values["x"][0].requires_grad
+
+
+def test_effective_sample_size_is_of_all_ranks_weights_together():
+    """Each rank alone has equal weights, and so an effective size of 1; together they have not."""
+    a, b = StepMetrics(), StepMetrics()
+    a.add_ess("ess", torch.full((3,), 1.0))
+    b.add_ess("ess", torch.full((1,), 5.0))
+    assert a.reduce() == {"ess": 1.0}
+    assert reduce_over([a, b]) == {"ess": pytest.approx((3 + 5) ** 2 / (4 * (3 + 25)))}
+    empty = StepMetrics()
+    empty.add_ess("ess", torch.zeros(0))
+    assert empty.reduce() == {"ess": 0.0}
+
+
+def test_quantiles_of_ratios_equal_those_of_the_sorted_values_on_any_split():
+    log_ratios = torch.randn(5000, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 0.3
+    ranks = [StepMetrics(), StepMetrics()]
+    for metrics, part in zip(ranks, (log_ratios[:4000], log_ratios[4000:]), strict=True):
+        for piece in part.split(700):
+            metrics.add_quantiles("m", piece)
+    found = reduce_over(ranks)
+    for name, q in (("m/p01", 0.01), ("m/p50", 0.5), ("m/p99", 0.99)):
+        want = float(log_ratios.quantile(q))
+        assert abs(torch.tensor(found[name]).log() - want) < 0.06 * abs(want) + 0.01, name
+
+
+def test_ratios_of_one_have_quantiles_of_exactly_one_and_far_ones_their_edge():
+    m = StepMetrics()
+    m.add_quantiles("m", torch.zeros(7))
+    assert m.reduce() == {"m/p01": 1.0, "m/p50": 1.0, "m/p99": 1.0}
+    far = StepMetrics()
+    far.add_quantiles("m", torch.tensor([-500.0, 0.0, 500.0]))
+    assert far.reduce() == pytest.approx({"m/p01": 2.06e-9, "m/p50": 1.0, "m/p99": 4.85e8}, rel=0.01)

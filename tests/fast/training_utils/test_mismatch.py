@@ -27,6 +27,25 @@ def test_mismatch_is_measured_against_the_trainers_own_score_whatever_the_loss_u
     assert metrics["train/train_rollout_kl"] == pytest.approx(slow_reduce(args, kl), rel=1e-3)
 
 
+def test_the_distribution_of_the_ratio_is_reported_whatever_corrects_it():
+    metrics = evaluate(make_args())[2]
+    ratios = [
+        math.exp(p - q)
+        for ps, qs, ms in zip(OLD, ROLLOUT, MASKS, strict=True)
+        for p, q, m in zip(ps, qs, ms, strict=True)
+        if m
+    ]
+    assert metrics["train/mismatch_ratio/max"] == pytest.approx(max(ratios), rel=1e-5)
+    assert metrics["train/mismatch_ratio/mean"] == pytest.approx(sum(ratios) / 5, rel=1e-5)
+    assert metrics["train/mismatch_ratio/abs"] == pytest.approx(sum(abs(r - 1) for r in ratios) / 5, rel=1e-5)
+    want = sum(ratios) ** 2 / (5 * sum(r * r for r in ratios))
+    assert metrics["train/mismatch_ratio/ess"] == pytest.approx(want, rel=1e-5)
+    assert metrics["train/mismatch_ratio/p50"] == pytest.approx(sorted(ratios)[2], rel=0.02)
+    assert metrics["train/mismatch_ratio/p99"] == pytest.approx(max(ratios), rel=0.02)
+    bare = evaluate(make_args(), columns_=columns(rollout_log_probs=None))[2]
+    assert not any("mismatch" in name for name in bare), "nothing to compare with"
+
+
 def test_exact_ratio_counts_tokens_that_agree_bit_for_bit():
     exact = columns(log_probs=ROLLOUT)
     assert evaluate(make_args(), columns_=exact)[2]["contract/logprob_exact_ratio"] == 1.0

@@ -44,7 +44,7 @@ def test_custom_loss_gets_columns_logits_and_the_reducer():
     assert metrics["train/loss"] == metrics["train/mine"] == pytest.approx(want)
     gap = evaluate(make_args())[2]
     assert {k: v for k, v in metrics.items() if k not in ("train/loss", "train/mine")} == {
-        k: v for k, v in gap.items() if k.startswith(("contract/", "train/train_rollout"))
+        k: v for k, v in gap.items() if k.startswith(("contract/", "train/train_rollout", "train/mismatch_ratio"))
     }, "the gap to the engine is measured whatever the loss computes"
 
 

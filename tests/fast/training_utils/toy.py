@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from miles.backends.training_utils.batching.planner import plan_batches
 from miles.backends.training_utils.batching.shards import split_train_data
 from miles.backends.training_utils.columns import MicroBatch, check_columns
 from miles.backends.training_utils.logprobs import linear_log_probs, loss_temperature
+from miles.backends.training_utils.loss_hub.corrections import local_step_sums
+from miles.backends.training_utils.loss_hub.mis import MISSettings
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
 from miles.backends.training_utils.loss_hub.sft_loss import sft_objective
 from miles.backends.training_utils.loss_hub.value_loss import value_objective
@@ -85,6 +88,7 @@ def make_args(**changes: Any) -> SimpleNamespace:
             "keep_old_actor",
             "log_correct_samples",
             "compute_advantages_and_returns",
+            *(f.name for f in dataclasses.fields(MISSettings)),
         }
     )
     assert not unknown, unknown
@@ -167,13 +171,14 @@ def run_step(
     plan = plan_batches(columns, TrainParallelConfig(dp), args)
     shards = split_train_data(columns, plan, rollout_id=0)
     scored = _advantages_on_all_ranks(args, shards)
+    sums = _correction_sums(args, shards)
     ranks = []
     for shard, advantages in zip(shards, scored, strict=True):
         if advantages is not None:
             advantages.write_to(shard.columns)
         metrics = StepMetrics()
         step = shard.steps[0]
-        totals = StepTotals(step.num_rollouts, step.num_tokens)
+        totals = StepTotals(step.num_rollouts, step.num_tokens, sums)
         for indices in step.micro_batches:
             batch = MicroBatch.from_columns(args, shard.columns, indices)
             lay_out = pack_micro_batch if layout == "packed" else pad_micro_batch
@@ -218,6 +223,17 @@ def _advantages_on_all_ranks(args: Any, shards: list) -> list:
         results.append(type(whole)(whole.advantages[start:stop], whole.returns[start:stop], whole.kl[start:stop], None))
         start = stop
     return results
+
+
+def _correction_sums(args: Any, shards: list) -> torch.Tensor | None:
+    """What a correction sums over the step, rank by rank."""
+    total = None
+    for shard in shards:
+        batch = MicroBatch.from_columns(args, shard.columns, range(len(shard.columns["tokens"])))
+        local = local_step_sums(args, batch.get("log_probs"), batch.get("rollout_log_probs"), batch.loss_masks)
+        if local is not None:
+            total = local if total is None else total + local
+    return total
 
 
 def reduce_over(ranks: list[StepMetrics]) -> dict[str, float]:

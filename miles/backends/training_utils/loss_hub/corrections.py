@@ -9,17 +9,25 @@ policy loss by f(m). A hook replaces the built-in by `--custom-tis-function-path
 All are passed by keyword. `parallel_state.cp` has rank 0 and size 1 and `max_seq_lens` is None, whatever the trainer's
 layout: a hook sees whole responses. Log-probs and masks are lists with one tensor a sample; `pg_loss` and every metric are flat, `[R]`. Tokens that the
 returned masks have lost leave the numerator of the loss; the denominators stay.
+
+A correction that needs sums over the whole optimizer step (to normalise its weights, say) has two attributes:
+`needs_step_sums(args) -> bool`, and `step_sums(args, *, train_log_probs, rollout_log_probs, loss_masks) -> [k]`, sums over the
+samples it is given. The trainer adds them over all ranks and micro-batches and passes the total as keyword `step_sums`.
+`setting_problems(args) -> list of texts` is asked before a run starts, `settings` names keys that the correction reads.
 Source: Miles v0.1 article, section 4.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from miles.backends.training_utils.loss_hub.policy_loss import ratio_of
+from miles.utils.imports import load_function
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,46 @@ def icepop_function(
     return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
 
 
-def _ratio(train: Sequence[Tensor] | None, rollout: Sequence[Tensor] | None) -> Tensor:
+def check_sides(
+    train: Sequence[Tensor] | None, rollout: Sequence[Tensor] | None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Both, or ValueError saying which is missing."""
     if train is None or rollout is None:
         side = "trainer's" if train is None else "engine's"
         raise ValueError(f"the correction compares log-probs of both sides, and the {side} are missing from the batch")
-    log_ratio = torch.cat(list(train)).detach() - torch.cat(list(rollout)).detach()
-    return log_ratio.clamp(max=20.0).exp()
+    return train, rollout
+
+
+def correction_of(args: Any) -> Callable[..., Any] | None:
+    """The function that `--use-tis` or `--get-mismatch-metrics` runs; None without either."""
+    if not (getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)):
+        return None
+    return load_function(getattr(args, "custom_tis_function_path", None)) or vanilla_tis_function
+
+
+def needs_step_sums(args: Any) -> bool:
+    """Whether the correction wants sums over the whole step, and so log-probs of the whole step before it starts."""
+    asks = getattr(correction_of(args), "needs_step_sums", None)
+    return bool(asks is not None and asks(args))
+
+
+def local_step_sums(
+    args: Any,
+    train_log_probs: Sequence[Tensor] | None,
+    rollout_log_probs: Sequence[Tensor] | None,
+    loss_masks: Sequence[Tensor],
+) -> Tensor | None:
+    """This rank's part of the step's sums, fp64 `[k]`; None where the correction wants none."""
+    if not needs_step_sums(args):
+        return None
+    train, rollout = check_sides(train_log_probs, rollout_log_probs)
+    step_sums: Any = getattr(correction_of(args), "step_sums", None)
+    return step_sums(args, train_log_probs=train, rollout_log_probs=rollout, loss_masks=loss_masks)
+
+
+def _ratio(train: Sequence[Tensor] | None, rollout: Sequence[Tensor] | None) -> Tensor:
+    train, rollout = check_sides(train, rollout)
+    return ratio_of(torch.cat(list(train)).detach() - torch.cat(list(rollout)).detach())
 
 
 def _metrics(ratio: Tensor, weight: Tensor) -> dict[str, Tensor]:

@@ -26,10 +26,11 @@ Reducer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Totals of the optimizer step over all ranks and micro-batches."""
+    """Totals of the optimizer step over all ranks and micro-batches; `correction`: what the correction asked for, `[k]`."""
 
     num_rollouts: int
     num_tokens: int
+    correction: Tensor | None = None
 
     def normalizer(self, args: Any) -> float:
         """What a sum of reducer values is divided by. At least 1, so that a step without tokens has loss 0."""
