@@ -54,8 +54,8 @@ def check_token_contract(samples: Sequence[Sample]) -> None:
             problems.append(f"{where}: tokens are not all token ids")
         if not masks_sound and sample.loss_mask is not None and not _are_masks([sample.loss_mask]):
             problems.append(f"{where}: loss_mask has values other than 0 and 1")
-        if not scores_sound and sample.rollout_log_probs is not None and not _are_finite([sample.rollout_log_probs]):
-            problems.append(f"{where}: rollout_log_probs has values that are not finite")
+        if not scores_sound and sample.rollout_log_probs is not None and not _are_finite([_trained_scores(sample)]):
+            problems.append(f"{where}: rollout_log_probs has values that are not finite at tokens that train")
     _raise_if_any(problems)
 
 
@@ -68,6 +68,11 @@ def _are_token_ids(sequences: Sequence[Any]) -> bool:
 def _are_masks(sequences: Sequence[Any]) -> bool:
     values = np.concatenate([np.asarray(sequence) for sequence in sequences] or [np.zeros(0)])
     return bool(((values == 0) | (values == 1)).all())
+
+
+def _trained_scores(sample: Sample) -> np.ndarray:
+    """Engine log-probs of the tokens that train; what is masked may be anything."""
+    return _f32(sample.rollout_log_probs)[_loss_mask(sample) > 0]
 
 
 def _are_finite(sequences: Sequence[Any]) -> bool:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles.backends.training_utils.advantages import compute_advantages
+from miles.backends.training_utils.agreement import gather_objects
 from miles.backends.training_utils.backend import StepPlan, TrainShard
 from miles.backends.training_utils.batching.flops import ModelDims
 from miles.backends.training_utils.columns import MicroBatch, check_columns
-from miles.backends.training_utils.finite import check_step_is_finite
+from miles.backends.training_utils.finite import check_step_is_finite, nonfinite_samples
 from miles.backends.training_utils.loss_hub.base import Objective
 from miles.backends.training_utils.loss_hub.corrections import local_step_sums, needs_step_sums
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
@@ -181,7 +182,16 @@ class BatchRunner(ABC):
         grad_norm = self.clip_gradients()
         values = self.reduce(metrics)
         values |= self.schedule.metrics() | {"train/grad_norm": grad_norm}
-        if check_step_is_finite(self.args, values, grad_norm, rollout_id=shard.rollout_id, step=index):
+
+        def suspects() -> list[str]:
+            indices = [i for micro_batch in step.micro_batches for i in micro_batch]
+            local = nonfinite_samples(shard.columns, indices, self.trained_log_probs)
+            return sorted({name for rank in gather_objects(local) for name in rank})
+
+        finite = check_step_is_finite(
+            self.args, values, grad_norm, rollout_id=shard.rollout_id, step=index, suspects=suspects
+        )
+        if finite:
             self.take_step()
             self.schedule.step()
         self.drop_gradients()

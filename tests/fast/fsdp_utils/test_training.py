@@ -218,6 +218,7 @@ def train_expecting_no_step(args, data):
 def test_a_step_that_is_not_finite_stops_the_run_with_the_weights_untouched(world, models):
     for error, _, same in world.run(train_expecting_no_step, make_args(models["qwen3"]), poisoned_batch()):
         assert same and "rollout 0, optimizer step 0" in error and "The step was not taken" in error
+        assert "not finite are: sample 0 (advantages, returns)" in error, "the same on the rank that does not have it"
 
 
 def test_or_is_skipped_and_counted_where_the_flag_says_so(world, models):

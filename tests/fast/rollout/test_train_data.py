@@ -93,6 +93,14 @@ def test_every_broken_sample_is_refused_by_its_index():
     assert [f"sample {i}: " in text for i in range(10)] == [True] * 9 + [False]
 
 
+def test_an_engine_score_of_a_token_that_does_not_train_may_be_anything():
+    sample = finished(0, rollout_log_probs=[0.0, float("nan"), 0.0], loss_mask=[1, 0, 1])
+    assert len(convert_samples_to_train_data(args(), [sample])["tokens"]) == 1
+    sample.loss_mask = [1, 1, 1]
+    with pytest.raises(TrainDataError, match=r"sample 0: rollout_log_probs .* at tokens that train"):
+        convert_samples_to_train_data(args(), [sample])
+
+
 def test_routes_travel_as_layers_with_experts_in_the_smallest_type(model_dir):
     replay = args(use_rollout_routing_replay=True, hf_checkpoint=model_dir)  # 2 layers, the first dense; 2 of 8 experts
     whole = np.stack([np.zeros((4, 2), np.int64), np.arange(8).reshape(4, 2)], axis=1)
