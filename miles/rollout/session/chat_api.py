@@ -13,6 +13,7 @@ from miles.rollout.session.turns import Answer, ChatRequest
 from miles.rollout.tito.matchers import Message, text_of
 from miles.rollout.tito.replies import Reply
 
+_PLAIN = {"role", "content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # OpenAI's name -> the engine's
@@ -93,6 +94,8 @@ def message_problems(message: Any) -> list[str]:
     """What keeps a message from being rendered."""
     if not isinstance(message, dict):
         return ["must be an object"]
+    if message.keys() == _PLAIN and message["role"] in _ROLES and type(message["content"]) is str:
+        return []  # most are like this
     role, problems = message.get("role"), []
     if role not in _ROLES:
         problems.append(f"unknown role {role!r}; known: {', '.join(_ROLES)}")

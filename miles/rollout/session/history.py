@@ -2,6 +2,9 @@
 
 `Linear` (v1) keeps one line and lets the agent take back its latest turn; `Tree` (v2) keeps everything. Both only look while a
 request is placed, and change when its generation is committed.
+
+An agent sends its whole conversation with every turn, so old messages are recognised by digest: what the matcher accepted once
+in a place is not compared there again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
+import xxhash
 
 from miles.rollout.session.errors import HistoryConflict, RequestRefused, TruncatedGeneration
 from miles.rollout.tito.matchers import Matcher, Message
@@ -61,6 +66,10 @@ class Node:
     row_length: int
     children: list[Node] = field(default_factory=list)
     checked: Checkpoint | None = None
+    seen: list[bytes | None] = field(default_factory=list)  # digest of the replay that matched each message last
+
+    def __post_init__(self) -> None:
+        self.seen = [None] * len(self.messages)
 
     @property
     def truncated(self) -> bool:
@@ -89,6 +98,23 @@ class Node:
 
     def conversation(self) -> list[Message]:
         return [message for node in self.path() for message in node.messages]
+
+
+class Replay:
+    """The messages of one request, and of each its digest: of the JSON that it is sent as, key order and number types included."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
+        self._digests: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def digest(self, at: int) -> bytes:
+        while len(self._digests) <= at:
+            message = self.messages[len(self._digests)]
+            self._digests.append(xxhash.xxh3_128_digest(orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS)))
+        return self._digests[at]
 
 
 @dataclass(frozen=True)
@@ -163,6 +189,19 @@ class History:
         self.next_seq += 1
         return node
 
+    def _matched(self, node: Node, replay: Replay) -> int:
+        """How many of the node's own messages the request repeats in their place, from the first on."""
+        start = node.message_end - len(node.messages)
+        for i, stored in enumerate(node.messages):
+            if start + i >= len(replay):
+                return i
+            digest = replay.digest(start + i)
+            if node.seen[i] != digest:
+                if not self.matcher(stored, replay.messages[start + i]):
+                    return i
+                node.seen[i] = digest
+        return len(node.messages)
+
     def leaves(self) -> list[Node]:
         return [node for node in self.nodes if not node.children]
 
@@ -202,19 +241,20 @@ class Linear(History):
         head = self.head
         if head is None:
             return Position(None, list(messages), None)
-        stored = head.conversation()
-        matched = 0
+        path, matched = head.path(), 0
         if identity == head.identity:
-            while matched < min(len(stored), len(messages)) and self.matcher(stored[matched], messages[matched]):
-                matched += 1
-        if matched == len(stored):
+            replay = Replay(messages)
+            for node in path:
+                matched += (found := self._matched(node, replay))
+                if found < len(node.messages):
+                    break
+        if matched == head.message_end:
             self._refuse_truncated(head)
             return Position(head, list(messages[matched:]), head)
-        path = head.path()
         kept = [node for node in path if node.message_end <= matched]
         discards = len(path) - len(kept)
         if discards > MAX_ROLLBACK:
-            raise RequestRefused(self._too_deep(discards, stored, messages, matched, identity))
+            raise RequestRefused(self._too_deep(discards, messages, matched, identity))
         if self.strict:
             raise RequestRefused(
                 f"the request takes back a generation (message {matched} differs from the stored one), which "
@@ -224,9 +264,7 @@ class Linear(History):
         self._refuse_truncated(parent)
         return Position(parent, list(messages[parent.message_end if parent else 0 :]), head, discards)
 
-    def _too_deep(
-        self, discards: int, stored: list[Message], messages: Sequence[Message], matched: int, identity: str
-    ) -> str:
+    def _too_deep(self, discards: int, messages: Sequence[Message], matched: int, identity: str) -> str:
         assert self.head is not None
         why = f"message {matched} differs from the stored one"
         if identity != self.head.identity:
@@ -235,7 +273,7 @@ class Linear(History):
             why = "it is shorter than the stored conversation"
         return (
             f"the request would take back {discards} generations ({why}); a v1 session allows {MAX_ROLLBACK}. "
-            f"Stored messages: {len(stored)}, request messages: {len(messages)}. Agents that fork or rewrite their history need "
+            f"Stored messages: {self.head.message_end}, request messages: {len(messages)}. Agents that fork or rewrite their history need "
             "--use-session-server v2"
         )
 
@@ -263,15 +301,15 @@ class Tree(History):
     def place(self, messages: Sequence[Message], identity: str) -> Position:
         self._check_room()
         best: Node | None = None
-        roots = [node for node in self.nodes if node.parent is None and node.identity == identity]
-        stack = [(root, 0) for root in roots]
+        replay = Replay(messages)
+        stack = [node for node in self.nodes if node.parent is None and node.identity == identity]
         while stack:
-            node, at = stack.pop()
-            if not self._matches(node, messages, at):
+            node = stack.pop()
+            if self._matched(node, replay) < len(node.messages):
                 continue
             if best is None or (node.message_end, node.seq) > (best.message_end, best.seq):
                 best = node
-            stack.extend((child, node.message_end) for child in node.children)
+            stack.extend(node.children)
         self._refuse_truncated(best)
         if best is None and self.nodes and self.strict:
             raise RequestRefused(
@@ -279,11 +317,6 @@ class Tree(History):
                 "--session-strict-history does not allow"
             )
         return Position(best, list(messages[best.message_end if best else 0 :]))
-
-    def _matches(self, node: Node, messages: Sequence[Message], at: int) -> bool:
-        if node.message_end > len(messages):
-            return False
-        return all(self.matcher(stored, messages[at + i]) for i, stored in enumerate(node.messages))
 
     def _place_node(self, position: Position, node: Node) -> None:
         if position.parent is None and self.nodes:

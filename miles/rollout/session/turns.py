@@ -6,7 +6,6 @@ changes in between is found by the commit itself.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -263,13 +262,14 @@ class Recorder:
             )
         try:
             ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-        except (TypeError, IndexError) as error:
+            tokens, values = np.asarray(ids), np.asarray(log_probs)
+        except (TypeError, IndexError, ValueError) as error:
             raise BadEngineAnswer(f"output_token_logprobs is malformed: {error}; nothing was kept") from error
         prompt = prepared.shared + len(prepared.prompt_ids)
         echoed = answer.get("prompt_token_ids")
         problems = [
-            (not all(type(i) is int and 0 <= i < 2**31 for i in ids), "ids that are no token ids"),
-            (not all(isinstance(p, int | float) and math.isfinite(p) for p in log_probs), "log-probs that are no numbers"),
+            (tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= 2**31, "ids that are no token ids"),
+            (values.dtype.kind not in "fi" or not np.isfinite(values).all(), "log-probs that are no numbers"),
             (answer.get("output_ids") not in (None, ids), "output_ids that are not those of its log-probs"),
             (meta.get("completion_tokens") not in (None, len(ids)), f"{len(ids)} log-probs for {meta.get('completion_tokens')} tokens"),
             (meta.get("prompt_tokens") not in (None, prompt), f"a prompt of {meta.get('prompt_tokens')} tokens, not the {prompt} it was sent"),

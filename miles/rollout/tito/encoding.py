@@ -38,6 +38,8 @@ class Encoder:
         self._any = _alternatives(self._spellings)
         self._control = _alternatives([s for s in self._spellings if s in control])
         self._plain: Any = None
+        # Its wrapper does the same with more ceremony, unless it was told to cut or to pad.
+        self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
 
     def shield(self, text: str, *, only_control: bool = False) -> str:
         """Text that no encoding of ours will read special tokens out of.
@@ -71,10 +73,16 @@ class Encoder:
         return ids + self._chunk(text[at:])
 
     def decode(self, ids: list[int]) -> str:
+        if self._fast is not None:
+            return self._fast.decode(ids, skip_special_tokens=False)
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _native(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if not text:
+            return []
+        if self._fast is not None:
+            return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _chunk(self, text: str) -> list[int]:
         """Ids of text between special tokens."""
