@@ -72,7 +72,8 @@ def _are_masks(sequences: Sequence[Any]) -> bool:
 
 def _trained_scores(sample: Sample) -> np.ndarray:
     """Engine log-probs of the tokens that train; what is masked may be anything."""
-    return _f32(sample.rollout_log_probs)[_loss_mask(sample) > 0]
+    scores = np.zeros(0, np.float32) if sample.rollout_log_probs is None else _f32(sample.rollout_log_probs)
+    return scores[_loss_mask(sample) > 0]
 
 
 def _are_finite(sequences: Sequence[Any]) -> bool:
