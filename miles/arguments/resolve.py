@@ -128,7 +128,8 @@ def _engine_devices(a: Args) -> dict[str, Any]:
 
 def _offload(a: Args) -> dict[str, Any]:
     shared = a.offload or (a.colocate and a.train_device == "cuda")
-    return _unset(a, offload_train=shared, offload_rollout=shared)
+    critic = a.advantage_estimator == "ppo" and a.train_device == "cuda"  # it is on the trainer's devices
+    return _unset(a, offload_train=shared or critic, offload_rollout=shared)
 
 
 def _transport(a: Args) -> dict[str, Any]:
@@ -212,13 +213,22 @@ def _reference(a: Args) -> dict[str, Any]:
     return _unset(a, ref_load=a.hf_checkpoint) if a.kl_coef != 0 or a.use_kl_loss else {}
 
 
+def _beside(folder: str | None) -> str | None:
+    """Where the critic of the run that saves in `folder` saves: the same name with `_critic`."""
+    if folder is None:
+        return None
+    path = Path(folder)
+    return f"{path.parent if path.name.startswith('iter_') else path}_critic"
+
+
 def _critic(a: Args) -> dict[str, Any]:
     if a.advantage_estimator != "ppo":
         return {}
     return _unset(
         a,
-        critic_load=a.load,
-        critic_save=None if a.save is None else f"{a.save}_critic",
+        # --load may also be a Hugging Face directory: the critic starts from it too.
+        critic_load=a.load if a.load and (Path(a.load) / "config.json").is_file() else _beside(a.load),
+        critic_save=_beside(a.save),
         critic_lr=a.lr,
         critic_num_nodes=a.actor_num_nodes,
         critic_num_gpus_per_node=a.actor_num_gpus_per_node,
@@ -227,7 +237,7 @@ def _critic(a: Args) -> dict[str, Any]:
 
 def _absolute(a: Args) -> dict[str, Any]:
     """Ray's workers may run in another folder than the driver."""
-    outputs = ("load", "save", "save_hf", "run_dir", "dump_details")
+    outputs = ("load", "save", "critic_load", "critic_save", "save_hf", "run_dir", "dump_details")
     inputs = ("hf_checkpoint", "ref_load", "chat_template_path")
     paths = {name: getattr(a, name) for name in (*outputs, *inputs)}
     return {n: os.path.abspath(p) for n, p in paths.items() if p and (n in outputs or os.path.exists(p))}

@@ -19,7 +19,7 @@ SYSTEMS: dict[str, tuple[str, bool]] = {
     "megatron-bridge": ("conversion by megatron-bridge", False),
     "sparse-attention": ("sparse and linear attention", False),
     "muon": ("the Muon optimizer", False),
-    "critic": ("PPO with a critic", False),
+    "critic": ("PPO with a critic", True),
     "fully-async": ("fully asynchronous rollout", False),
     "sessions": ("TITO sessions and agents", True),
     "miles-router": ("the router process", False),

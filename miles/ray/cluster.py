@@ -21,6 +21,7 @@ from miles.ray.memory_turns import MemoryTurns
 from miles.ray.placement import Placement, connect_ray, demand_of
 from miles.ray.refs import answer
 from miles.ray.rollout_manager import RemoteRolloutManager, RolloutBatch
+from miles.ray.train_actor import CRITIC
 from miles.ray.train_group import TrainGroup
 from miles.tracking.progress import Progress
 from miles.tracking.tracker import Tracker
@@ -43,6 +44,7 @@ class Cluster:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.trainer: TrainGroup | None = None
+        self.critic: TrainGroup | None = None
         self.manager: Any = None
         self.coordinator: Any = None
         self.placement: Placement | None = None
@@ -97,19 +99,43 @@ class Cluster:
             self.start_rollout_id = (
                 args.start_rollout_id if args.start_rollout_id is not None else info.start_rollout_id
             )
+            if args.advantage_estimator == "ppo" and args.compute_advantages_and_returns:
+                await self._start_critic(info.start_rollout_id)
             await self.manager.set_train_parallel_config.remote(info.parallel)
         facts = await started
         self._startup.lap("trainer" if args.offload_rollout else "engines_and_trainer")
         self._count_rollouts(facts["dataset_length"])
         await self._restore()
         self.due = Intervals(args, self.start_rollout_id, self.num_rollout, self.rollouts_per_epoch)
-        self._turns = MemoryTurns(args, self.manager, self.trainer, self._while_trainer_lives, self._timed)
+        self._turns = MemoryTurns(
+            args, self.manager, self.trainer, self._while_trainer_lives, self._timed, critic=self.critic
+        )
         if self._updates_weights:
             assert self.trainer is not None
             self.coordinator = RemoteWeightUpdateCoordinator.options(num_cpus=0, max_concurrency=16).remote(
                 args, self.manager, self.trainer.actors, self._restored_version
             )
             await self.manager.set_coordinator.remote(self.coordinator)
+
+    async def _start_critic(self, start_rollout_id: int) -> None:
+        """Beside the trainer, on its devices: the one loads while the other has given its memory back."""
+        from miles.backends.training_utils.critic import critic_args
+
+        assert self.trainer is not None and self.placement is not None
+        if self.args.offload_train:
+            await self.trainer.sleep(keep_weights=False)
+        self.critic = TrainGroup(critic_args(self.args, start_rollout_id), self.placement, CRITIC)
+        await self.critic.init()
+        assert self._trainer_death is not None
+        self._trainer_death.cancel()
+        self._trainer_death = asyncio.create_task(self._watch_both(self.trainer, self.critic))
+        if self.args.offload_train:
+            await self.critic.sleep(keep_weights=False)
+            await self.trainer.wake()
+
+    async def _watch_both(self, *groups: TrainGroup) -> None:
+        """Raise when a rank of any group dies."""
+        await asyncio.gather(*(group.watch() for group in groups))
 
     async def _unless_fails(self, other: asyncio.Future, work: Awaitable[T]) -> T:
         """Wait for work while `other` goes on beside it; a failure of `other` is told at once (bad data, say)."""
@@ -167,7 +193,11 @@ class Cluster:
         if self.manager is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(answer(self.manager.stop.remote()), STOP_TIMEOUT_S)
-        actors = [self.manager, self.coordinator, *(self.trainer.actors if self.trainer else [])]
+        actors = [
+            self.manager,
+            self.coordinator,
+            *(a for group in (self.trainer, self.critic) if group for a in group.actors),
+        ]
         for actor in filter(None, actors):
             with contextlib.suppress(Exception):
                 ray.kill(actor)
@@ -271,9 +301,13 @@ class Cluster:
         self._log(batch.metrics, "rollout/step", rollout_id)
         if self.trainer is None:  # --debug-rollout-only
             return
+        values = await self._train_critic(rollout_id, batch) if self.critic is not None else None
+        if self.critic is not None and rollout_id < self.args.num_critic_only_steps:
+            batch.data_ref.clear()
+            return
         await self._turns.to_trainer()
         with self._timed("train"):
-            steps = await self.trainer.train(batch)
+            steps = await self.trainer.train(batch, values)
         batch.data_ref.clear()
         for i, metrics in enumerate(steps):
             # What was measured where the batch was made is not said twice; contracts are, of what reached the trainer.
@@ -284,6 +318,17 @@ class Cluster:
                 self._log(rollout_side, "rollout/step", rollout_id)
             if train_side:
                 self._log(train_side, "train/step", rollout_id * len(steps) + i)
+
+    async def _train_critic(self, rollout_id: int, batch: RolloutBatch) -> dict[int, Any]:
+        """The critic's optimizer steps; returns references to its values from before them, by data-parallel rank."""
+        assert self.critic is not None
+        await self._turns.to_critic()
+        with self._timed("critic_train"):
+            steps, values = await self.critic.train_critic(batch)
+        for i, metrics in enumerate(steps):
+            own = {f"train/critic-{k.removeprefix('train/')}": v for k, v in metrics.items() if k.startswith("train/")}
+            self._log(own, "train/step", rollout_id * len(steps) + i)
+        return values
 
     async def update_weights(self, rollout_id: int | None = None) -> None:
         """Bring the engines to the trainer's weights, verified; the weight version grows by one."""
@@ -308,12 +353,16 @@ class Cluster:
         """One checkpoint of everything, whole or absent, and the Hugging Face export when asked for."""
         if self.trainer is None:
             return
-        await self._turns.to_trainer()
         args = self.args
+        version = await self.coordinator.current_version.remote() if self.coordinator else 0
+        state = {"weight_version": version, "tracker": self.tracker.state_dict()}
+        if args.save and self.critic is not None:  # first: a checkpoint of the actor always has its critic's beside it
+            await self._turns.to_critic()
+            with self._timed("save"):
+                await self.critic.save(rollout_id, state)
+        await self._turns.to_trainer()
         with self._timed("save"):
             if args.save:
-                version = await self.coordinator.current_version.remote() if self.coordinator else 0
-                state = {"weight_version": version, "tracker": self.tracker.state_dict()}
                 await self.manager.save.remote(rollout_id)
                 await self.trainer.save(rollout_id, state)
             exported = args.save_hf.format(rollout_id=rollout_id) if args.save_hf else None

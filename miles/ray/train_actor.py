@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from miles.backends.training_utils.ragged import pack, unpack
 from miles.utils.imports import load_function
 from miles.utils.process import reserve_port
 from miles.utils.process_logging import redirect_to_log
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from miles.weight_update.types import EngineEndpoint, TransferReport
 
 
+CRITIC = "critic"  # the role of ranks that train one; the others' is "trainer"
 BACKENDS = {
     "fsdp": "miles.backends.fsdp_utils.backend.FSDPBackend",
     "megatron": "miles.backends.megatron_utils.backend.MegatronBackend",
@@ -44,12 +46,12 @@ class TrainActor:
     """A rank of the train group. Work runs in the default group; a dead engine is caught up from the `weights` group,
     so that it need not wait for the training step in progress."""
 
-    def __init__(self, args: Any, rank: int, world_size: int) -> None:
+    def __init__(self, args: Any, rank: int, world_size: int, role: str = "trainer") -> None:
         os.environ.update({k: str(v) for k, v in (args.train_env_vars or {}).items()})
-        redirect_to_log(args.run_dir, f"trainer_{rank}")
+        redirect_to_log(args.run_dir, f"{role}_{rank}")
         # Batches are read-only views into the object store, and nothing writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self.args, self.rank, self.world_size = args, rank, world_size
+        self.args, self.rank, self.world_size, self.role = args, rank, world_size, role
         self._listener: socket.socket | None = None
 
     def prepare(self) -> None:
@@ -97,10 +99,13 @@ class TrainActor:
             timeout=timeout,
         )
         self.backend = load_function(BACKENDS.get(args.train_backend, args.train_backend))(
-            args, with_ref=bool(args.use_kl_loss or args.kl_coef)
+            args,
+            "critic" if self.role == CRITIC else "actor",
+            with_ref=bool(args.use_kl_loss or args.kl_coef),
         )
         start = self.backend.load()
-        self.updater = WeightUpdater(args, self.backend)
+        if self.role != CRITIC:
+            self.updater = WeightUpdater(args, self.backend)
         return TrainerInfo(start, self.backend.parallel, self.backend.dp_rank, self._driver_state(start))
 
     def _driver_state(self, start: int) -> dict[str, Any] | None:
@@ -108,10 +113,26 @@ class TrainActor:
 
         return None if start == 0 else read_resume_state(self.args.load, self.args.ckpt_step)
 
-    def train(self, shards: list[Any]) -> list[dict[str, float]]:
-        """Train on this rank's shard of a rollout batch. Returns metrics, one dict an optimizer step."""
+    def train(self, shards: list[Any], values: dict[int, Any] | None = None) -> list[dict[str, float]]:
+        """Train on this rank's shard of a rollout batch. Returns metrics, one dict an optimizer step.
+
+        Args:
+            shards: references, by data-parallel rank; values: the critic's for them, likewise.
+        """
         started = time.monotonic()
         shard: TrainShard = ray.get(shards[self.backend.dp_rank])
+        if values is not None:
+            shard.columns["values"] = unpack(ray.get(values[self.backend.dp_rank]))["values"]
+        return self._train(shard, started)
+
+    def train_critic(self, shards: list[Any]) -> tuple[list[dict[str, float]], dict[str, Any]]:
+        """The critic's part: (metrics, the values from before its first step as a packed column)."""
+        started = time.monotonic()
+        shard: TrainShard = ray.get(shards[self.backend.dp_rank])
+        steps = self._train(shard, started)
+        return steps, pack({"values": [v.numpy() for v in shard.columns["values"]]})
+
+    def _train(self, shard: TrainShard, started: float) -> list[dict[str, float]]:
         result = self.backend.train(shard)
         steps = result if isinstance(result, list) else [result]
         steps[-1]["perf/train_busy_time"] = time.monotonic() - started

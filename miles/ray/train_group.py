@@ -23,14 +23,16 @@ class TrainerDied(RuntimeError):
 class TrainGroup:
     """World-size TrainActors. Every call runs on all ranks, and the first failure ends the wait for the others."""
 
-    def __init__(self, args: Any, placement: Placement) -> None:
-        self.args = args
+    def __init__(self, args: Any, placement: Placement, role: str = "trainer") -> None:
+        """`role`: `trainer`, or `critic` for a group that shares the trainer's devices."""
+        self.args, self.role = args, role
         world = placement.demand.trainer
-        share = 0.4 if args.colocate or placement.demand.gpus else 1.0
+        shared = args.colocate or placement.demand.gpus or args.advantage_estimator == "ppo"
+        share = 0.4 if shared else 1.0
         env = KEEP_FREED_MEMORY if args.train_device == "cpu" else {}
         self.actors = [
             RemoteTrainActor.options(**placement.actor_options(rank, share), runtime_env={"env_vars": env}).remote(
-                args, rank, world
+                args, rank, world, role
             )
             for rank in range(world)
         ]
@@ -46,7 +48,7 @@ class TrainGroup:
         starts = {info.start_rollout_id for info in infos}
         if len(starts) != 1:
             raise TrainerDied(f"trainer ranks loaded different checkpoints: next rollout ids {sorted(starts)}")
-        self.info = infos[0]
+        self.info, self._dp_ranks = infos[0], [info.dp_rank for info in infos]
         return infos[0]
 
     async def watch(self) -> None:
@@ -54,12 +56,23 @@ class TrainGroup:
         calls = [self._call(rank, "idle", actor.wait_for_end.remote()) for rank, actor in enumerate(self.actors)]
         await asyncio.gather(*calls)
 
-    async def train(self, batch: RolloutBatch) -> list[dict[str, float]]:
-        """Returns metrics, one dict an optimizer step, of rank 0; they are reduced over ranks."""
-        results = await self._all("train", batch.data_ref)
+    async def train(self, batch: RolloutBatch, values: dict[int, Any] | None = None) -> list[dict[str, float]]:
+        """Returns metrics, one dict an optimizer step, of rank 0; they are reduced over ranks.
+
+        Args:
+            values: references to the critic's, by data-parallel rank.
+        """
+        results = await self._all("train", batch.data_ref, values)
         for name in ("perf/train_busy_time",):
             results[0][-1][name] = max(steps[-1][name] for steps in results)
         return results[0]
+
+    async def train_critic(self, batch: RolloutBatch) -> tuple[list[dict[str, float]], dict[int, Any]]:
+        """As `train`, for a critic; also references to its values, which stay in the object store."""
+        refs = [actor.train_critic.options(num_returns=2).remote(batch.data_ref) for actor in self.actors]
+        results = await self._joined("train_critic", [metrics for metrics, _ in refs])
+        values = {dp_rank: ref for dp_rank, (_, ref) in zip(self._dp_ranks, refs, strict=True)}
+        return results[0], values
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Ranks give their device memory back; with `keep_weights` all but what an update sends."""
@@ -78,10 +91,10 @@ class TrainGroup:
         await self._all("after_save", rollout_id, checkpoint, exported)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
-        tasks = [
-            asyncio.ensure_future(self._call(rank, method, getattr(actor, method).remote(*args)))
-            for rank, actor in enumerate(self.actors)
-        ]
+        return await self._joined(method, [getattr(actor, method).remote(*args) for actor in self.actors])
+
+    async def _joined(self, method: str, refs: list[Any]) -> list[Any]:
+        tasks = [asyncio.ensure_future(self._call(rank, method, ref)) for rank, ref in enumerate(refs)]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -98,11 +111,11 @@ class TrainGroup:
         try:
             return await ref
         except ray.exceptions.RayTaskError as error:
-            raise TrainerDied(f"trainer rank {rank} failed in {method}:\n{error}") from None
+            raise TrainerDied(f"{self.role} rank {rank} failed in {method}:\n{error}") from None
         except ray.exceptions.RayActorError as error:
-            lines = tail(log_path(self.args.run_dir, f"trainer_{rank}"))
+            lines = tail(log_path(self.args.run_dir, f"{self.role}_{rank}"))
             told = re.sub(r"\s*(Some common causes include|If the process was killed by).*", "", str(error), flags=re.S)
-            raise TrainerDied(f"trainer rank {rank} died in {method}: {told}\nits last lines:\n{lines}") from None
+            raise TrainerDied(f"{self.role} rank {rank} died in {method}: {told}\nits last lines:\n{lines}") from None
 
 
 def _root_cause(errors: list[BaseException | None]) -> BaseException:

@@ -15,7 +15,6 @@ class AlgorithmArgs:
         "grpo",
         "How rewards become advantages. cispo is this project's addition: grpo advantages, clipped and detached ratios.",
         choices=("grpo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "cispo"),
-        later={"ppo": "critic"},
     )
     compute_advantages_and_returns: bool = flag(
         True, "Skip advantages, as supervised training does.", off="--disable-compute-advantages-and-returns"
@@ -36,7 +35,7 @@ class AlgorithmArgs:
     observe_training_entropy: bool = flag(False, "Report entropy of the training pass though its weight is 0.")
     use_rollout_entropy: bool = flag(False, "Report entropy of the scoring pass.")
     gamma: float = flag(1.0, "Discount of later rewards (reinforce_plus_plus, ppo).", ge=0, le=1, owner="discounted")
-    lambd: float = flag(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1, system="critic")
+    lambd: float = flag(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1, owner="critic")
     normalize_advantages: bool = flag(False, "Whiten advantages over the whole batch.")
     grpo_std_normalization: bool = flag(
         True, "Do not divide group-centred rewards by the group's deviation.", off="--disable-grpo-std-normalization"
@@ -66,7 +65,11 @@ class AlgorithmArgs:
 class CriticArgs:
     critic_num_nodes: int | None = flag(None, "Nodes of the critic; the trainer's.", ge=1)
     critic_num_gpus_per_node: int | None = flag(None, "GPUs of the critic on each node; the trainer's.", ge=1)
-    critic_load: str | None = flag(None, "The critic's checkpoints. Unset: --load.", metavar="DIR")
+    critic_load: str | None = flag(
+        None,
+        "The critic's checkpoints. Unset: --load with _critic added; --load itself where that is a Hugging Face directory.",
+        metavar="DIR",
+    )
     critic_save: str | None = flag(None, "Unset: --save with _critic added.", metavar="DIR")
     critic_lr: float | None = flag(None, "Unset: --lr.", gt=0)
     critic_lr_warmup_iters: int = flag(0, "Steps over which the critic's learning rate rises.", ge=0)

@@ -8,6 +8,7 @@ from miles.arguments.rules.conflict import Clash, excludes, requires
 from miles.arguments.rules.rule import Rule, about
 
 MEGATRON = Clash("--train-backend megatron", lambda a: a.train_backend == "megatron")
+FSDP = Clash("--train-backend fsdp", lambda a: a.train_backend == "fsdp")
 INDEP_DP = Clash("--indep-dp", lambda a: a.indep_dp)
 LORA = Clash("--lora-rank", lambda a: a.lora_rank > 0)
 KEEP_OLD_ACTOR = Clash("--keep-old-actor", lambda a: a.keep_old_actor)
@@ -150,12 +151,11 @@ SCORING = about(
 
 CRITIC = about(
     "critic",
-    requires("critic-needs", "--advantage-estimator ppo", _critic, MEGATRON),
+    requires("critic-needs", "--advantage-estimator ppo", _critic, FSDP),
     excludes(
         "critic-alone",
         "--advantage-estimator ppo",
         _critic,
-        Clash("--megatron-to-hf-mode bridge", lambda a: a.megatron_to_hf_mode == "bridge"),
         Clash("--kl-coef", lambda a: a.kl_coef != 0),
         FT_TRAINER,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from miles.backends.fsdp_utils.export import iter_hf_tensors, names_unlike_checkpoint
 from miles.backends.fsdp_utils.loading import LoadedPolicy, ShardingOptions, load_policy, reshard
 from miles.backends.fsdp_utils.optimizer import build_optimizer
-from miles.backends.fsdp_utils.scorer import score_micro_batch
+from miles.backends.fsdp_utils.scorer import Scores, score_micro_batch, values_of_micro_batch
 from miles.backends.fsdp_utils.state import TrainState, load_state, save_state
 from miles.backends.fsdp_utils.train_step import StepRunner
 from miles.backends.fsdp_utils.weight_tags import WeightCopies
@@ -43,8 +43,8 @@ class FSDPBackend(TrainBackend):
         Raises: ModelDirError when a model directory lacks weights or tokenizer; ValueError for a layout that does not
             divide the world.
         """
-        if role != "actor":
-            raise ValueError(f"the FSDP trainer has no {role}: it trains the actor only")
+        if role not in ("actor", "critic"):
+            raise ValueError(f"the FSDP trainer trains an actor or a critic, not {role!r}")
         self.args, self.role, self.with_ref = args, role, with_ref
         self.device = _device(args)
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
@@ -66,7 +66,8 @@ class FSDPBackend(TrainBackend):
         args = self.args
         resume = None if (Path(getattr(args, "load", None) or "") / "config.json").is_file() else _resolve(args)
         self.actor = load_policy(self.weights_dir, self._options())
-        differs = names_unlike_checkpoint(self.actor, self.source_dir) if self.rank == 0 else None
+        exports = self.rank == 0 and self.role == "actor"
+        differs = names_unlike_checkpoint(self.actor, self.source_dir) if exports else None
         if differs is not None:
             logger.warning("engines that read %s may not know every tensor of an update: %s", self.source_dir, differs)
         params = [p for p in self.actor.module.parameters() if p.requires_grad]
@@ -103,6 +104,8 @@ class FSDPBackend(TrainBackend):
             share_prompts=not getattr(args, "disable_prompt_sharing", False),
             gradient_checkpointing=bool(getattr(args, "gradient_checkpointing", False)) and not reference,
             trust_remote_code=bool(getattr(args, "trust_remote_code", False)),
+            value_head=self.role == "critic",
+            seed=int(getattr(args, "seed", 0)),
         )
 
     def _state(self) -> TrainState:
@@ -117,16 +120,14 @@ class FSDPBackend(TrainBackend):
     def _score(
         self, shard: TrainShard, tag: str, *, with_entropy: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Log-probs, and entropies if asked for, of every sample under the weights `tag`."""
+        """Log-probs, and entropies if asked for, of every sample under the weights `tag`; of a critic its values."""
         count = len(shard.columns["tokens"])
         log_probs: list[torch.Tensor] = [torch.empty(0)] * count
         entropies: list[torch.Tensor] = [torch.empty(0)] * count if with_entropy else []
         with self.copies.weights(tag) as loaded:
             loaded.module.eval()
             for indices in (mb for step in shard.steps for mb in step.micro_batches):
-                scores = score_micro_batch(
-                    self.args, loaded, shard.columns, indices, self.device, with_entropy=with_entropy
-                )
+                scores = self._forward(loaded, shard, indices, with_entropy=with_entropy)
                 lengths = [int(shard.columns["response_lengths"][i]) for i in indices]
                 for i, values in zip(indices, scores.log_probs.cpu().split(lengths), strict=True):
                     log_probs[i] = values
@@ -134,6 +135,13 @@ class FSDPBackend(TrainBackend):
                     for i, values in zip(indices, scores.entropy.cpu().split(lengths), strict=True):
                         entropies[i] = values
         return log_probs, entropies
+
+    def _forward(
+        self, loaded: LoadedPolicy, shard: TrainShard, indices: Sequence[int], *, with_entropy: bool
+    ) -> Scores:
+        if self.role == "critic":
+            return Scores(values_of_micro_batch(loaded, shard.columns, indices, self.device), None)
+        return score_micro_batch(self.args, loaded, shard.columns, indices, self.device, with_entropy=with_entropy)
 
     def train(self, shard: TrainShard) -> list[dict[str, float]]:
         return self.runner.run(shard, self._score, self.copies)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from miles.backends.fsdp_utils.packed_attention import choose_attention, register_packed_attention
 from miles.backends.fsdp_utils.policy_model import PolicyModel
+from miles.backends.training_utils.critic import add_value_head
 from miles.backends.training_utils.model_dir import ModelDirError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class ShardingOptions:
     share_prompts: bool = True
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
+    value_head: bool = False  # of a critic, instead of the output projection
+    seed: int = 0
     single_group_bytes: int = SINGLE_GROUP_BYTES
     gathered_bytes: int | None = None  # None: by the device
 
@@ -98,6 +101,8 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
     if attention.reason is not None and rank0:
         layout = "packed" if attention.packed else "padded"
         logger.warning("%s: %s attention, %s rows", attention.reason, attention.implementation, layout)
+    if options.value_head:
+        add_value_head(hf, options, initialise=False)
     hf.set_attn_implementation(attention.implementation)
     if options.gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -108,6 +113,9 @@ def load_policy(path: Path, options: ShardingOptions) -> LoadedPolicy:
     _materialise_and_shard(policy, options, single=single, gathered=gathered)
     dtypes = _fill(policy, source, options.stored_dtype)
     policy.find_out_head(options.device)
+    if options.value_head and policy.hf.base_model is policy.hf:
+        raise ModelDirError(f"{path}: this architecture has no backbone below its head, so it cannot be a critic")
+    policy.plain_head = policy.plain_head or options.value_head
     reshard(policy)
     # The variable-length kernel of GPUs reads rows of whole sequences only.
     shares = options.share_prompts and attention.borders == "packed" and options.device.type == "cpu"
@@ -134,6 +142,8 @@ def _read(path: Path, config: Any, options: ShardingOptions) -> tuple[nn.Module 
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         return None, f"{path} does not hold the model that its config.json describes: {'; '.join(problems[:10])}{more}"
+    if options.value_head:
+        add_value_head(model, options, initialise=True)
     if info["unexpected_keys"]:
         logger.warning("%s: tensors that the model has no use for: %s", path, sorted(info["unexpected_keys"])[:10])
     return model, None

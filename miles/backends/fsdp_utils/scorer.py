@@ -61,6 +61,19 @@ def score_micro_batch(
     return Scores(*loaded.module(inputs, head))
 
 
+def values_of_micro_batch(
+    loaded: LoadedPolicy, columns: TrainData, indices: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """A critic's value of the state before each response token, fp32 `[R]`. Differentiable. Collective."""
+    tokens, responses = _sequences(columns, indices)
+    inputs, _ = build_inputs(tokens, responses, device, packed=loaded.packed, share_prompts=loaded.shares_prompts)
+
+    def head(hidden: torch.Tensor | None, module: nn.Module, logits: torch.Tensor | None) -> torch.Tensor:
+        return module(hidden)[:, 0].float()
+
+    return loaded.module(inputs, head)
+
+
 def logits_of_micro_batch(
     loaded: LoadedPolicy, columns: TrainData, indices: Sequence[int], device: torch.device
 ) -> torch.Tensor:

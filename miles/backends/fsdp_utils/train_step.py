@@ -10,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from miles.backends.fsdp_utils.loading import LoadedPolicy, fsdp_modules, reshard
 from miles.backends.fsdp_utils.optimizer import clip_gradients
-from miles.backends.fsdp_utils.scorer import logits_of_micro_batch, score_micro_batch
+from miles.backends.fsdp_utils.scorer import logits_of_micro_batch, score_micro_batch, values_of_micro_batch
 from miles.backends.training_utils.backend import StepPlan, TrainShard
 from miles.backends.training_utils.batch_runner import BatchRunner
 from miles.backends.training_utils.columns import MicroBatch
 from miles.backends.training_utils.loss_hub.base import Objective
 from miles.backends.training_utils.loss_hub.custom_loss import custom_objective
 from miles.backends.training_utils.loss_hub.reducers import StepTotals
+from miles.backends.training_utils.loss_hub.value_loss import value_objective
 from miles.backends.training_utils.lr_schedule import LRSchedule
 from miles.backends.training_utils.metrics import StepMetrics
 from miles.backends.training_utils.objective import needs_entropy
@@ -60,6 +61,9 @@ class StepRunner(BatchRunner):
         if getattr(args, "loss_type", "policy_loss") == "custom_loss":
             logits = logits_of_micro_batch(self.actor, shard.columns, indices, self.device)
             return custom_objective(args, batch, logits, StepTotals(step.num_rollouts, step.num_tokens))
+        if args.loss_type == "value_loss":
+            values = values_of_micro_batch(self.actor, shard.columns, indices, self.device)
+            return value_objective(args, batch, values, StepTotals(step.num_rollouts, step.num_tokens))
         entropy, _ = needs_entropy(args)
         scores = score_micro_batch(args, self.actor, shard.columns, indices, self.device, with_entropy=entropy)
         return self.objective(batch, indices, step, scores.log_probs, scores.entropy, old_is_current=old_is_current)

@@ -23,8 +23,8 @@ class WeightCopies:
 
     @contextlib.contextmanager
     def weights(self, tag: str) -> Iterator[LoadedPolicy]:
-        """The model with the weights of `tag`: `actor`, `ref` or `old_actor`. Collective."""
-        if tag == "actor" or (tag == "old_actor" and self.history.old_actor is None):
+        """The model with the weights of `tag`: `actor` (`critic` in a critic's trainer), `ref` or `old_actor`. Collective."""
+        if tag in ("actor", "critic") or (tag == "old_actor" and self.history.old_actor is None):
             yield self.actor
         elif tag == "old_actor" and self.history.old_actor is not None:
             own = take_shards(self.actor)

@@ -142,6 +142,9 @@ class BatchRunner(ABC):
         if plan.reference:
             with self._timed("ref_log_probs"):
                 columns["ref_log_probs"] = score(shard, "ref", with_entropy=False)[0]
+        if plan.values:
+            with self._timed("values"):
+                columns["values"] = score(shard, "critic", with_entropy=False)[0]
         if plan.policy:
             tag = "old_actor" if getattr(self.args, "keep_old_actor", False) else "actor"
             entropy = bool(getattr(self.args, "use_rollout_entropy", False))

@@ -6,6 +6,7 @@ Every micro-batch adds *contributions*; ranks are joined by one all-gather at th
 - `add_ratio(name, total, count)`: totals over counts, such as a mean over tokens; 0 where the count is 0;
 - `add_max`, `add_min`;
 - `add_ess(name, weights)`: effective sample size of importance weights;
+- `add_explained_variance(name, target, prediction)`;
 - `add_quantiles(name, log_ratios)`: quantiles of a distribution of ratios, from counts in fixed bins.
 
 Sums are taken in fp64 and in rank order, so that a value is the same on every rank and in every run.
@@ -55,6 +56,12 @@ class StepMetrics:
         """(sum w)^2 / (n sum w^2) of all weights of the step, `[n]` here: 1 where all are equal, 1/n where one rules."""
         w = weights.detach().double()
         self._put(name, "ess", w.sum(), w.square().sum(), w.numel())
+
+    def add_explained_variance(self, name: str, target: Tensor, prediction: Tensor) -> None:
+        """1 - Var(target - prediction) / Var(target) over all of the step, `[n]` each: 1 perfect, 0 as good as the mean."""
+        g, error = target.detach().double(), (target - prediction).detach().double()
+        sums = (x for y in (g, error) for x in (y.sum(), y.square().sum()))
+        self._put(name, "explained", *sums, g.numel())
 
     def add_quantiles(self, name: str, log_ratios: Tensor) -> None:
         """`{name}/p01`, `p50` and `p99` of exp of all `log_ratios` of the step, `[n]` here, no NaN among them.
@@ -129,6 +136,14 @@ def _ess(joined: Tensor) -> dict[str, float]:
     return {"": total**2 / (count * squares) if squares else 0.0}
 
 
+def _explained(joined: Tensor) -> dict[str, float]:
+    total, squares, error, error_squares, count = joined.tolist()
+    if not count:
+        return {"": 0.0}
+    variance, unexplained = squares / count - (total / count) ** 2, error_squares / count - (error / count) ** 2
+    return {"": 1 - unexplained / variance if variance > 1e-12 else 0.0}
+
+
 def _quantiles(counts: Tensor) -> dict[str, float]:
     below = counts.cumsum(0)
     if not below[-1]:
@@ -145,6 +160,7 @@ _KINDS = {
     "max": _Kind(lambda rows: rows.max(dim=0).values, _alone),
     "min": _Kind(lambda rows: rows.min(dim=0).values, _alone),
     "ess": _Kind(_sum, _ess),
+    "explained": _Kind(_sum, _explained),
     "quantiles": _Kind(_sum, _quantiles),
 }
 

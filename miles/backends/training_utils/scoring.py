@@ -13,13 +13,14 @@ from miles.backends.training_utils.loss_hub.corrections import needs_step_sums
 class ScoringPlan:
     """`policy`: score the batch under the policy's weights before training. `reference`: under the reference model's.
 
-    `old_is_current`: no pass is needed for the old log-probs, because the batch trains in one optimizer step: the
+    `values`: under the critic, for its own loss. `old_is_current`: no pass is needed for the old log-probs, because the batch trains in one optimizer step: the
     training pass computes the very same numbers, and the ratio is 1.
     """
 
     policy: bool
     reference: bool
     old_is_current: bool
+    values: bool = False
 
 
 def plan_scoring(args: Any, shard: TrainShard, *, deterministic_forward: bool = True) -> ScoringPlan:
@@ -31,6 +32,8 @@ def plan_scoring(args: Any, shard: TrainShard, *, deterministic_forward: bool = 
     Raises: ValueError where `--skip-actor-forward-only` meets a batch that it cannot be true for.
     """
     loss_type = getattr(args, "loss_type", "policy_loss")
+    if loss_type == "value_loss":
+        return ScoringPlan(False, False, False, values=True)
     if loss_type == "sft_loss" or not getattr(args, "compute_advantages_and_returns", True):
         return ScoringPlan(False, False, False)
     if getattr(args, "skip_actor_forward_only", False):

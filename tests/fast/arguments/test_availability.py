@@ -30,7 +30,6 @@ def test_a_value_that_asks_for_nothing_is_accepted(changes, problems):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo belongs to PPO with a critic"),
         ({"update_weight_transfer_mode": "p2p"}, "--update-weight-transfer-mode p2p belongs to the p2p"),
         ({"use_fault_tolerance": True, "ft_components": ["rollout", "train"]}, "--ft-components train belongs to"),
         ({"router_policy": "random"}, "--router-policy random belongs to SGLang's router"),

@@ -15,6 +15,8 @@ REPO = Path(__file__).resolve().parents[3]
 ACTING = ("resolve.py", "config_files.py", "extra_flags.py")
 # Flags with one working value, or whose work is done by being checked.
 CHECKED_ONLY = {
+    "critic_num_gpus_per_node": "the critic is on the trainer's devices",
+    "critic_num_nodes": "the critic is on the trainer's devices",
     "data_pad_size_multiplier": "Megatron pads, FSDP packs",
     "deterministic_mode": "CPU runs are deterministic; refused on GPUs",
     "distributed_backend": "one working value",

@@ -164,16 +164,16 @@ CASES = {
     ),
     "indexer-replay-layout": ({"use_indexer_replay": True}, {"context_parallel_size": 2}, "not 2"),
     "critic-needs": (
-        {"advantage_estimator": "ppo", **MEGATRON},
-        {"train_backend": "fsdp"},
-        "needs --train-backend megatron",
+        {"advantage_estimator": "ppo"},
+        MEGATRON,
+        "needs --train-backend fsdp",
     ),
     "critic-alone": (
-        {"advantage_estimator": "ppo", **MEGATRON},
-        {"megatron_to_hf_mode": "bridge"},
-        "does not go together with --megatron-to-hf-mode bridge",
+        {"advantage_estimator": "ppo"},
+        {"kl_coef": 0.1},
+        "does not go together with --kl-coef",
     ),
-    "critic-size": ({"advantage_estimator": "ppo", **MEGATRON}, {"critic_num_nodes": 2}, "set them to 1 and 2"),
+    "critic-size": ({"advantage_estimator": "ppo"}, {"critic_num_nodes": 2}, "set them to 1 and 2"),
     "stage-layers-need-stages": (
         {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 1},
         {"pipeline_model_parallel_size": 1},

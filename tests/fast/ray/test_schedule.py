@@ -59,7 +59,7 @@ def test_the_rank_that_failed_by_itself_is_told_not_its_peers():
 class Trainer:
     """Two optimizer steps a batch; measures the reward of the batch once more."""
 
-    async def train(self, batch):
+    async def train(self, batch, values=None):
         own = {"rollout/raw_reward": 0.5, "rollout/advantages": 0.0, "contract/token_exact_ratio": 1.0}
         return [{"train/loss": 1.0, **own}, {"train/loss": 0.5}]
 

@@ -122,3 +122,15 @@ def test_ratios_of_one_have_quantiles_of_exactly_one_and_far_ones_their_edge():
     far = StepMetrics()
     far.add_quantiles("m", torch.tensor([-500.0, 0.0, 500.0]))
     assert far.reduce() == pytest.approx({"m/p01": 2.06e-9, "m/p50": 1.0, "m/p99": 4.85e8}, rel=0.01)
+
+
+def test_explained_variance_is_of_the_whole_step():
+    g = torch.randn(40, generator=torch.Generator().manual_seed(3))
+    v = 0.6 * g + 0.1
+    ranks = [StepMetrics(), StepMetrics()]
+    for metrics, part in zip(ranks, (slice(0, 30), slice(30, 40)), strict=True):
+        metrics.add_explained_variance("e", g[part], v[part])
+    assert reduce_over(ranks) == {"e": pytest.approx(1 - 0.16, rel=1e-5)}
+    constant = StepMetrics()
+    constant.add_explained_variance("e", torch.ones(4), torch.zeros(4))
+    assert constant.reduce() == {"e": 0.0}

@@ -46,5 +46,6 @@ def value_objective(args: Any, batch: MicroBatch, values: Tensor, totals: StepTo
     metrics.add("train/loss", loss)
     metrics.add("train/value_loss", loss)
     metrics.add("train/value_clipfrac", batch.reducer(token.clipped) / norm)
+    metrics.add_explained_variance("train/value_explained_variance", target[valid], start[valid])
     metrics.add("train/nonfinite_tokens", ((batch.mask > 0) & ~finite).sum())
     return Objective(loss, metrics)
