@@ -70,6 +70,7 @@ OWNERS: dict[str, Owner] = {
     "load-debug-data": Owner("--load-debug-rollout-data", lambda a: a.load_debug_rollout_data is not None),
     "ci-test": Owner("--ci-test", lambda a: a.ci_test),
     "fault-tolerance": Owner("--use-fault-tolerance", lambda a: a.use_fault_tolerance),
+    "router": Owner("--use-miles-router", lambda a: a.use_miles_router),
     "sessions": Owner("--use-session-server", lambda a: a.use_session_server is not None),
     "tree-sessions": Owner("--use-session-server v2", lambda a: a.use_session_server == "v2"),
     "agent": Owner("--custom-agent-function-path", lambda a: a.custom_agent_function_path is not None),

@@ -15,6 +15,7 @@ from miles.backends.training_utils.backend import TrainParallelConfig
 from miles.ray.engine_fleet import CatchUp, EngineFleet
 from miles.ray.placement import Placement
 from miles.rollout.session.fleet import SessionServers
+from miles.router.front import MilesRouter
 from miles.utils.process_logging import redirect_to_log
 from miles.weight_update.types import EngineEndpoint
 
@@ -38,6 +39,7 @@ class RolloutManager:
         redirect_to_log(args.run_dir, "rollout_manager")
         self.args, self.placement = args, placement
         self.fleet: EngineFleet | None = None
+        self.router: MilesRouter | None = None
         self.sessions: SessionServers | None = None
         self.parallel: TrainParallelConfig | None = None
         self.published_version = 0
@@ -55,8 +57,11 @@ class RolloutManager:
 
         args = self.args
         self.data_source = await asyncio.to_thread(load_function(args.data_source_path), args)
-        self.pool = EnginePool(args)
-        constructor_input = RolloutFnConstructorInput(args=args, data_source=self.data_source, engines=self.pool)
+        self.pool = self.engines = EnginePool(args)
+        if args.use_miles_router:
+            self.router = MilesRouter(args, self.pool, ray.util.get_node_ip_address())
+            self.engines = self.router.front
+        constructor_input = RolloutFnConstructorInput(args=args, data_source=self.data_source, engines=self.engines)
         self.rollout_fn = load_rollout_function(args.rollout_function_path, constructor_input)
         self.eval_fn = self.rollout_fn
         if args.eval_function_path not in (None, args.rollout_function_path):
@@ -64,10 +69,12 @@ class RolloutManager:
         if not args.debug_train_only:
             self.fleet = EngineFleet(args, self.placement, self.pool)
             await self.fleet.start(version)
-            self.pool.models = self.fleet.pools
+            self.engines.models = self.fleet.pools
             args.sglang_model_routers = self.fleet.model_addresses()
+            if self.router is not None:
+                await self.router.start()
             if args.use_session_server is not None:
-                self.sessions = SessionServers(args, self.pool, ray.util.get_node_ip_address())
+                self.sessions = SessionServers(args, self.engines, ray.util.get_node_ip_address())
                 await self.sessions.start()
             if args.debug_rollout_only:
                 self.fleet.admit([slot.index for slot in self.fleet.slots])
@@ -91,8 +98,9 @@ class RolloutManager:
         """End every engine and release what the data source holds."""
         from miles.rollout.rm_hub import close_rewards
 
-        if self.sessions is not None:
-            await self.sessions.stop()
+        for servers in (self.sessions, self.router):
+            if servers is not None:
+                await servers.stop()
         if self.fleet is not None:
             await self.fleet.stop()
         await close_rewards()
@@ -126,6 +134,8 @@ class RolloutManager:
             metrics["rollout/engine_restarts"] = float(self.fleet.restarts)
         if self.sessions is not None:
             metrics["rollout/session_server_restarts"] = float(self.sessions.restarts)
+        if self.router is not None:
+            metrics["rollout/router_restarts"] = float(self.router.restarts)
         refs = [] if args.debug_rollout_only else await asyncio.to_thread(self._shard, rollout_id, samples, metadata)
         self._awaiting_training[rollout_id] = samples
         metrics["perf/rollout_busy_time"] = seconds
@@ -154,8 +164,9 @@ class RolloutManager:
         """Engines that came back while the trainer was ahead of them are caught up now, if they can be."""
         if self.fleet is not None:
             await asyncio.gather(*(self.fleet.refresh(slot.index) for slot in self.fleet.slots))
-        if self.sessions is not None:
-            await self.sessions.sync()
+        for servers in (self.router, self.sessions):
+            if servers is not None:
+                await servers.sync()
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         from miles.rollout.base_types import RolloutFnEvalInput

@@ -42,6 +42,7 @@ class EnginePool:
         self.on_dead: Callable[[int], Any] = lambda index: None
         self.models: dict[str, EnginePool] = {}  # by name, of all models that the run serves (--sglang-config)
         self.on_membership: Callable[[], Any] = lambda: None
+        self.on_failure: Callable[[BaseException], Any] = lambda error: None
         self._clients: dict[int, EngineClient] = {}
         self._affinity = Affinity()
         self._changed = asyncio.Event()
@@ -77,6 +78,7 @@ class EnginePool:
         """Recovery is over: every request that waits, and every later one, raises `error`."""
         self._failure = error
         self._notify()
+        self.on_failure(error)
 
     async def wait_any(self, timeout_s: float | None = None) -> int:
         """The index of the engine that the next request would go to, as soon as one serves. Raises NoEngineError."""
@@ -110,7 +112,9 @@ class EnginePool:
             client = self._clients[index]
             try:
                 with self._affinity.counted(place):
-                    async for chunk in client.generate_stream(place.addressed(_for_try(payload, tries))):
+                    async for chunk in client.generate_stream(
+                        place.addressed(_for_try(payload, tries)), routing_key=routing_key
+                    ):
                         begun = True
                         yield chunk
                     return
@@ -131,7 +135,7 @@ class EnginePool:
                 body, tries = place.addressed(_for_try(payload, tries)), tries + 1
                 try:
                     with self._affinity.counted(place):
-                        return await client.generate(body, timeout_s=timeout_s)
+                        return await client.generate(body, timeout_s=timeout_s, routing_key=routing_key)
                 except EngineFailed:
                     failures += 1
                     if failures >= _MAX_FAILURES:

@@ -32,8 +32,10 @@ class PrefillDecodeClient:
     def base_url(self) -> str:
         return self.decode.base_url
 
-    async def generate(self, payload: dict[str, Any], *, timeout_s: float | None = None) -> Any:
-        """`/generate`; see EngineClient. What either server raises ends the request on both."""
+    async def generate(
+        self, payload: dict[str, Any], *, timeout_s: float | None = None, routing_key: str | None = None
+    ) -> Any:
+        """`/generate`; see EngineClient. The servers have no use for the key. What either server raises ends the request on both."""
         prefill = self.prefills[self._next % len(self.prefills)]
         self._next += 1
         body = payload | await _meeting(prefill, payload)

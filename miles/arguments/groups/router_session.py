@@ -17,13 +17,25 @@ class RouterArgs:
     use_miles_router: bool = flag(
         False, "Route through a router process instead of from the rollout manager.", system="miles-router"
     )
-    miles_router_timeout: float | None = flag(None, "Seconds that it waits for an engine.", gt=0, system="miles-router")
-    miles_router_max_connections: int | None = flag(None, "Its connections to engines.", ge=1, system="miles-router")
+    miles_router_timeout: float | None = flag(
+        None,
+        "Seconds that it waits for an engine's answer. Unset: --rollout-request-timeout.",
+        gt=0,
+        owner="router",
+        system="miles-router",
+    )
+    miles_router_max_connections: int | None = flag(
+        None, "Its connections to one engine. Unset: any number.", ge=1, owner="router", system="miles-router"
+    )
     miles_router_health_check_failure_threshold: int = flag(
-        3, "Failed health checks after which an engine is dead.", ge=1, system="miles-router"
+        3,
+        "Failed health checks in a row after which the router sends an engine nothing, until it answers again.",
+        ge=1,
+        owner="router",
+        system="miles-router",
     )
     use_distributed_post: bool = flag(
-        False, "Send requests from several processes on several nodes.", system="miles-router"
+        False, "Send requests from several processes on several nodes.", system="distributed-post"
     )
 
 

@@ -47,6 +47,7 @@ class EngineClient:
         vocab_size: where given, prompts with ids outside of it are refused here, with the position.
         digests: what the server's checksums digest, as Capabilities says.
         dp_ranks: data-parallel ranks of the server, each with a prefix cache of its own.
+        max_connections: at a time; 0 for any number.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EngineClient:
         vocab_size: int | None = None,
         digests: str = "tensor",
         dp_ranks: int = 1,
+        max_connections: int = 0,
     ) -> None:
         self.request_timeout_s, self.control_timeout_s, self.vocab_size = (
             request_timeout_s,
@@ -69,7 +71,9 @@ class EngineClient:
         )
         self.digests, self.dp_ranks = digests, dp_ranks
         self._bootstrap_port: int | None = None
-        self._http = HttpTransport(base_url, admin_key=admin_key, api_key=api_key, retries=retries)
+        self._http = HttpTransport(
+            base_url, admin_key=admin_key, api_key=api_key, retries=retries, max_connections=max_connections
+        )
 
     @property
     def base_url(self) -> str:
@@ -96,17 +100,23 @@ class EngineClient:
 
     # ---- generation ------------------------------------------------------------------------------------------------
 
-    async def generate(self, payload: dict[str, Any], *, timeout_s: float | None = None) -> Any:
-        """`/generate`, raw: a dict, or a list of them for a batch. Sent once; cancelling it aborts it on the engine."""
+    async def generate(
+        self, payload: dict[str, Any], *, timeout_s: float | None = None, routing_key: str | None = None
+    ) -> Any:
+        """`/generate`, raw: a dict, or a list of them for a batch. Sent once; cancelling it aborts it on the engine.
+
+        `routing_key` goes out as a header: a router, or an engine's own scheduler, keeps equal ones together.
+        """
         self._check(payload)
         timeout = self.request_timeout_s if timeout_s is None else timeout_s
-        answer = await self._http.call("POST", "/generate", payload, timeout_s=timeout, admin=False)
+        headers = _routing_header(routing_key)
+        answer = await self._http.call("POST", "/generate", payload, timeout_s=timeout, admin=False, headers=headers)
         if not isinstance(answer, dict | list):
             raise EngineFailed(f"{self.base_url}/generate answered with {answer!r}, which is no generation", 200)
         return answer
 
     async def generate_stream(
-        self, payload: dict[str, Any], *, timeout_s: float | None = None
+        self, payload: dict[str, Any], *, timeout_s: float | None = None, routing_key: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
         """`/generate` with `stream`: the chunks as the server sends them. `timeout_s` covers the whole stream."""
         self._check(payload)
@@ -118,7 +128,7 @@ class EngineClient:
                 self._http.open_session().post(
                     what,
                     data=orjson.dumps(payload | {"stream": True}, option=orjson.OPT_SERIALIZE_NUMPY),
-                    headers=self._http.headers(admin=False),
+                    headers=self._http.headers(admin=False) | _routing_header(routing_key),
                 ) as reply,
             ):
                 if reply.status != 200:
@@ -321,6 +331,10 @@ class EngineClient:
                 return False
             raise
         return True
+
+
+def _routing_header(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"X-SMG-Routing-Key": key}
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, list[str]]:

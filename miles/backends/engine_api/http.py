@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -20,8 +22,16 @@ _RETRY_DELAY_S = 0.1
 class HttpTransport:
     """Keep-alive JSON calls to one base url. Make it anywhere; use and close it in one event loop."""
 
-    def __init__(self, base_url: str, *, admin_key: str | None, api_key: str | None = None, retries: int) -> None:
-        self.base_url = base_url.rstrip("/")
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        admin_key: str | None,
+        api_key: str | None = None,
+        retries: int,
+        max_connections: int = 0,
+    ) -> None:
+        self.base_url, self._max_connections = base_url.rstrip("/"), max_connections
         self.admin_key, self._api_key, self._retries = admin_key, api_key, retries
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -40,7 +50,7 @@ class HttpTransport:
             )
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+                connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=_KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
                 read_bufsize=1 << 20,
             )
@@ -55,6 +65,7 @@ class HttpTransport:
         timeout_s: float,
         admin: bool = True,
         idempotent: bool = False,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         """The decoded answer (text where it is not JSON, None where it is empty).
 
@@ -66,7 +77,7 @@ class HttpTransport:
             async with asyncio.timeout(timeout_s):
                 for attempt in range(attempts):
                     try:
-                        return await self._once(method, path, body, admin, what)
+                        return await self._once(method, path, body, self.headers(admin) | dict(headers), what)
                     except (EngineUnreachable, EngineFailed):
                         if attempt + 1 == attempts:
                             raise
@@ -74,8 +85,7 @@ class HttpTransport:
         except TimeoutError:
             raise EngineTimeout(f"{what} did not answer within {timeout_s:g} s") from None
 
-    async def _once(self, method: str, path: str, body: Any, admin: bool, what: str) -> Any:
-        headers = self.headers(admin)
+    async def _once(self, method: str, path: str, body: Any, headers: dict[str, str], what: str) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             async with self.open_session().request(method, self.base_url + path, data=data, headers=headers) as reply:

@@ -41,8 +41,9 @@ from miles.rollout.session.http import (
     sent_key,
 )
 from miles.rollout.session.messages_api import messages, messages_guarded
-from miles.rollout.session.upstream import EngineAddress, Engines
+from miles.rollout.session.upstream import Engines
 from miles.rollout.session.wire import encode_samples
+from miles.router.members import EngineAddress
 
 _EXPIRY_TICK_S = 10.0
 

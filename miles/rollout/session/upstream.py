@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from miles.backends.engine_api.client import EngineClient
 from miles.backends.engine_api.errors import EngineError, EngineRejected
 from miles.rollout.session.errors import EngineUnavailable, RequestRefused
-from miles.router.engine_pool import EnginePool
+from miles.router.members import Members
 
 
 class Upstream(Protocol):
@@ -24,47 +21,8 @@ class Upstream(Protocol):
     def stream(self, payload: dict[str, Any], key: str) -> AsyncIterator[dict[str, Any]]: ...
 
 
-@dataclass(frozen=True)
-class EngineAddress:
-    """Where an engine is, and how many data-parallel ranks it has."""
-
-    url: str
-    dp_ranks: int = 1
-
-
-class Engines:
-    """The run's engines, as the rollout manager tells them with `set`.
-
-    Args:
-        key: that engines want with a generation (`--sglang-api-key`); None where they want none.
-    """
-
-    def __init__(self, *, request_timeout_s: float, recovery_timeout_s: float, key: str | None = None) -> None:
-        limits = SimpleNamespace(engine_start_timeout=recovery_timeout_s, weight_update_timeout=0.0)
-        self.pool = EnginePool(limits)
-        self._request_timeout_s, self._key = request_timeout_s, key
-        self._known: dict[int, tuple[EngineAddress, EngineClient]] = {}
-
-    async def set(self, engines: Mapping[int, EngineAddress]) -> None:
-        """Serve from exactly these engines. One that a request found dead serves again when it is named again."""
-        for index, (address, client) in list(self._known.items()):
-            if engines.get(index) != address:
-                self.pool.set_engine(index, None)
-                del self._known[index]
-                await client.close()
-        for index, address in engines.items():
-            if index not in self._known:
-                self._known[index] = address, self._client(address)
-            if self.pool.client(index) is None:
-                self.pool.set_engine(index, self._known[index][1])
-
-    def _client(self, address: EngineAddress) -> EngineClient:
-        return EngineClient(
-            address.url, api_key=self._key, request_timeout_s=self._request_timeout_s, dp_ranks=address.dp_ranks
-        )
-
-    async def close(self) -> None:
-        await self.set({})
+class Engines(Members):
+    """The run's engines, or its router in their place, as the rollout manager tells them."""
 
     async def generate(self, payload: dict[str, Any], key: str) -> dict[str, Any]:
         try:

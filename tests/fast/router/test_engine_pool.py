@@ -26,7 +26,7 @@ class FakeClient:
         if not held:
             self.gate.set()
 
-    async def generate(self, payload, *, timeout_s=None):
+    async def generate(self, payload, *, timeout_s=None, routing_key=None):
         self.seen.append(payload)
         if self.plan:
             raise self.plan.pop(0)

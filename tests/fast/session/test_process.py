@@ -20,6 +20,7 @@ from miles.rollout.generate_hub.agentic_tool_call import generate, request_kwarg
 from miles.rollout.session.client import SessionClient
 from miles.rollout.session.fleet import SessionServers
 from miles.router.engine_pool import EnginePool
+from miles.router.front import MilesRouter
 from miles.utils.imports import register_function
 from miles.utils.process import reserve_port, spawn, terminate
 from miles.utils.types import Sample, SampleStatus
@@ -40,7 +41,8 @@ def make_args(model: object, run_dir: object, **overrides: object) -> SimpleName
         "rollout_max_context_len": None, "save_debug_trajectory_data": None, "use_rollout_routing_replay": False,
         "rollout_request_timeout": 60.0, "engine_start_timeout": 200.0, "weight_update_timeout": 10.0,
         "custom_agent_function_path": "tests.agent", "agent_timeout": 60.0, "max_seq_len": None, "ci_test": True,
-        "sglang_api_key": ENGINE_KEY, "max_sample_retries": 0, "group_rm": False, "custom_rm_path": None, "rm_type": None, "reward_timeout": 5.0,
+        "miles_router_timeout": None, "miles_router_max_connections": None, "rollout_health_check_interval": 30.0,
+        "miles_router_health_check_failure_threshold": 3, "sglang_api_key": ENGINE_KEY, "max_sample_retries": 0, "group_rm": False, "custom_rm_path": None, "rm_type": None, "reward_timeout": 5.0,
     }  # fmt: skip
     return SimpleNamespace(**(fields | overrides))
 
@@ -189,6 +191,27 @@ async def test_a_session_outlives_its_server_and_its_prefix_is_cached(run):
         assert after.tokens[: len(before.samples[0].tokens)] == before.samples[0].tokens
         assert after.prefix_cache_info.cached_tokens > 0
     await session.close()
+
+
+async def test_sessions_speak_through_the_router_process(engine, tmp_path):
+    args = make_args(engine.model, tmp_path)
+    pool = EnginePool(args)
+    pool.set_engine(0, EngineClient(engine.url, api_key=ENGINE_KEY))
+    router = MilesRouter(args, pool, "127.0.0.1")
+    servers = SessionServers(args, router.front, "127.0.0.1")
+    try:
+        await router.start()
+        await servers.start()
+        assert servers.servers[0].engines[0].url.endswith(f":{args.sglang_router_port}")
+        session = await SessionClient.open(args, seed=3)
+        await turns(session.base_url, [{"role": "user", "content": "What is the sum of two numbers? " * 8}], 2)
+        found = (await session.collect(Sample(index=0))).samples[0]
+        assert found.response_length > 0 and found.weight_versions
+        await session.close()
+    finally:
+        await servers.stop()
+        await router.stop()
+        await pool.client(0).close()
 
 
 async def test_a_client_that_leaves_stops_the_engine(run, engine):
